@@ -1,0 +1,73 @@
+"""Checks of a configuration against what is on disk: done before anything expensive starts, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_webrl.config.models import RunConfig
+from megatron_webrl.errors import UserError
+
+
+class ModelShape(NamedTuple):
+    """What the layout checks need of a Hugging Face config.json."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    vocab: int
+    deepstack: int
+    """Decoder layers that take deepstack features, from the first."""
+
+
+def model_shape(path: Path) -> ModelShape:
+    """Read config.json of a Qwen3-VL.  Raises UserError if it is missing, unreadable or of another architecture."""
+    file = path / "config.json"
+    if not path.is_dir():
+        raise UserError(f"model.path={path} does not exist: give a Hugging Face directory of a Qwen3-VL")
+    try:
+        data = json.loads(file.read_text())
+        if data.get("model_type") != "qwen3_vl":
+            raise UserError(f"model.path={path} holds a {data.get('model_type')!r}: only dense Qwen3-VL (qwen3_vl) is supported")
+        text, vision = data["text_config"], data["vision_config"]
+        return ModelShape(
+            heads=text["num_attention_heads"],
+            kv_heads=text["num_key_value_heads"],
+            layers=text["num_hidden_layers"],
+            vocab=text["vocab_size"],
+            deepstack=len(vision["deepstack_visual_indexes"]),
+        )
+    except OSError:
+        raise UserError(f"model.path={path} has no config.json: give a Hugging Face directory of a Qwen3-VL") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path={path}: config.json is malformed ({error!r}): fetch the model again") from None
+
+
+def check_files(config: RunConfig) -> ModelShape:
+    """Model directory, layout against the model's shape.  Raises UserError."""
+    path = config.model.path
+    shape = model_shape(path)
+    for name in ("tokenizer.json", "preprocessor_config.json"):
+        if not (path / name).exists() and not (name == "preprocessor_config.json" and (path / "processor_config.json").exists()):
+            raise UserError(f"model.path={path} has no {name}: copy the tokenizer and processor files next to the weights")
+    if not list(path.glob("*.safetensors")):
+        raise UserError(f"model.path={path} has no *.safetensors: give a complete Hugging Face directory")
+    parallel = config.trainer.parallel
+    for key, tp in (("trainer.parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
+        if shape.heads % tp or (shape.kv_heads % tp and key.startswith("trainer")):
+            raise UserError(
+                f"{key}={tp} does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key-value heads: "
+                f"use one of {[n for n in range(1, shape.kv_heads + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]}"
+            )
+    if shape.layers % parallel.pp:
+        raise UserError(
+            f"trainer.parallel.pp={parallel.pp} does not divide the model's {shape.layers} decoder layers: "
+            f"use one of {[n for n in range(1, shape.layers + 1) if shape.layers % n == 0]}"
+        )
+    if shape.deepstack > shape.layers // parallel.pp:
+        raise UserError(
+            f"trainer.parallel.pp={parallel.pp} leaves {shape.layers // parallel.pp} decoder layers on the first stage, but "
+            f"{shape.deepstack} take deepstack features: use a smaller pp"
+        )
+    return shape

@@ -1,0 +1,323 @@
+"""The configuration of a run: pydantic models, one a room.  The docstring under each field is its reference entry.
+
+Imports no torch: `--dry-run`, `doctor` and `plan` must answer in a second on a login node.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Field(gt=0)
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, docstrings describe fields."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: Path
+    """Hugging Face directory of a Qwen3-VL: config.json, safetensors, tokenizer and image processor."""
+
+
+class TasksConfig(Section):
+    """What is practised and what is held out.  The environment is MiniWoB++, in real Chromium."""
+
+    names: list[str] = Field(min_length=1)
+    """MiniWoB++ tasks, for example `click-test`."""
+    train_seeds: tuple[int, int] = (0, 1500)
+    """Page seeds of training: first, end (exclusive)."""
+    held_out_seeds: tuple[int, int] = (500_000, 600_000)
+    """Page seeds of evaluation: first, end (exclusive); must not overlap `train_seeds`."""
+    demonstration_seeds: tuple[int, int] = (0, 60)
+    """Page seeds that the scripted oracle demonstrates, a task: first, end (exclusive)."""
+    horizon: int = Field(default=10, gt=0)
+    """Most steps of an episode; reaching it without success is failure."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> TasksConfig:
+        for key in ("train_seeds", "held_out_seeds", "demonstration_seeds"):
+            first, end = getattr(self, key)
+            if not 0 <= first < end:
+                raise ValueError(f"tasks.{key}=[{first}, {end}] is an empty range: give first < end, both ≥ 0")
+        if max(self.train_seeds[0], self.held_out_seeds[0]) < min(self.train_seeds[1], self.held_out_seeds[1]):
+            raise ValueError(
+                f"tasks.held_out_seeds={list(self.held_out_seeds)} overlaps tasks.train_seeds={list(self.train_seeds)}: "
+                "move one of them, or held-out success would be measured on practised pages"
+            )
+        return self
+
+
+class AgentConfig(Section):
+    """What the policy sees and how its replies are read."""
+
+    system_prompt: Literal["computer_use", "computer_use_short"] = "computer_use"
+    """`computer_use`: the tool's full schema in Qwen's format; `computer_use_short`: one line, for tiny models."""
+    history_steps: int = Field(default=4, ge=0)
+    """Earlier steps told as one text line each."""
+    history_images: int = Field(default=1, gt=0)
+    """Newest screenshots in the prompt, the present one included."""
+    max_prompt_tokens: int = Field(default=12_288, gt=0)
+    """A longer prompt, images expanded, ends the episode as failure (context overflow)."""
+    episode_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds that an episode's own steps may take; waiting for an engine is not counted."""
+
+
+class BrowserConfig(Section):
+    """Browser workers: one Chromium each, N slots."""
+
+    workers: int = Field(default=1, gt=0)
+    """Worker processes."""
+    slots: int = Field(default=8, gt=0)
+    """Episodes at once in a worker."""
+    executable: Path | None = None
+    """Chromium (headless shell preferred); null: found on the system, then Playwright's own download."""
+    viewport: tuple[int, int] = (1280, 768)
+    """Width and height of the page, pixels."""
+    screenshot: tuple[int, int] | None = None
+    """Width and height of the part that the agent sees, from the top left corner; null: the whole viewport."""
+    action_timeout_s: float = Field(default=20.0, gt=0)
+    """Deadline of one browser call."""
+    recycle_episodes: int = Field(default=2000, gt=0)
+    """A Chromium is replaced after so many episodes."""
+
+    @property
+    def view(self) -> tuple[int, int]:
+        """Width and height that the agent sees."""
+        return self.screenshot or self.viewport
+
+
+class SamplingConfig(Section):
+    """How replies are sampled."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Of training; logprobs are taken at it."""
+    max_new_tokens: int = Field(default=1024, gt=0)
+    """A longer reply is cut and marked `length`."""
+
+
+class EngineConfig(Section):
+    """SGLang servers."""
+
+    hosts: int = Field(default=1, gt=0)
+    """Engine hosts, each with one SGLang."""
+    tp: int = Field(default=1, gt=0)
+    """Tensor-parallel size of each SGLang."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Loopback port of the first SGLang, the next ones count up; null: free ports."""
+    max_total_tokens: int | None = Field(default=None, gt=0)
+    """Size of the KV pool in tokens; null: SGLang decides."""
+    max_running_requests: int = Field(default=64, gt=0)
+    """Most requests that one SGLang runs at once."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Grace of a cold start before it counts as failed."""
+    request_timeout_s: float = Field(default=120.0, gt=0)
+    """A reply that takes longer, the engine's absence included, is a fault."""
+    refresh_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of each step of a refresh; an engine that misses it is restarted and joins again."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one SGLang in a run before the run ends with an error."""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads of each SGLang where it runs on a CPU; null: all cores."""
+    args: dict[str, Any] = {}
+    """Further SGLang options, as `name: value` (`attention-backend: fa3`); true means a flag."""
+
+
+class ReplayConfig(Section):
+    """Groups, batches and staleness."""
+
+    group_size: int = Field(default=8, gt=1)
+    """G: episodes of one task that are normalised together."""
+    groups_per_step: int = Field(default=16, gt=0)
+    """B: groups of a train step."""
+    eta: int = Field(default=2, ge=0)
+    """η: most policy versions that a response token may lag when training on it starts; 0 is strictly synchronous."""
+    dynamic_sampling: bool = True
+    """Drop groups whose rewards are all equal, and gather until B mixed groups are there."""
+    max_attempts: int = Field(default=4, gt=0)
+    """Attempts at one episode when faults strike; then its group is dropped as `faults`."""
+    lease_s: float = Field(default=15.0, gt=0)
+    """A worker unheard for so long has lost its attempts; they are issued again."""
+    take_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest wait for one batch before the run ends with an error that says what was missing."""
+    screenshot_bytes: int = Field(default=1 << 30, gt=0)
+    """Bound of the screenshot store; when it is full, uploads wait."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO as in AsyncWebRL (arXiv:2606.05597)."""
+
+    constant_horizon: float | None = Field(default=10.0, gt=0)
+    """k: step advantage = normalised reward / k; null: / number of steps of the episode."""
+    unbiased_std: bool = False
+    """Divide by G−1 in the group's standard deviation."""
+    eps_clip: float = Field(default=0.2, gt=0)
+    """ε of the clipped ratio to the proximal policy."""
+    c_clip: float = Field(default=3.0, gt=1)
+    """c of the dual clip: token loss ≤ c·|A|."""
+    behave_weight_cap: float = Field(default=5.0, gt=0)
+    """Tokens with π_prox/π_behave above it are dropped."""
+    epochs: int = Field(default=3, gt=0)
+    """Passes over a batch."""
+    minibatches: int = Field(default=2, gt=0)
+    """Optimizer updates a pass; groups stay whole."""
+
+
+class OptimizerConfig(Section):
+    """AdamW through Megatron's optimizer."""
+
+    lr: float = Field(default=5e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled; not on norms and biases."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up; stepped once a train step."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate / peak."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Steps until the final learning rate; null: the run's steps."""
+
+
+class ParallelConfig(Section):
+    """Megatron's layout."""
+
+    tp: int = Field(default=1, gt=0)
+    """Tensor-parallel size."""
+    pp: int = Field(default=1, gt=0)
+    """Pipeline-parallel size; all deepstack layers must be on the first stage."""
+    dp: int = Field(default=1, gt=0)
+    """Data-parallel size."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions; needs tp > 1."""
+    distributed_optimizer: bool = False
+    """Shard the optimizer's state over data parallelism."""
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.tp * self.pp * self.dp
+
+    @model_validator(mode="after")
+    def _layout(self) -> ParallelConfig:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "trainer.parallel.sequence_parallel=true needs trainer.parallel.tp > 1 (it is 1): set tp or switch it off"
+            )
+        return self
+
+
+class TrainerConfig(Section):
+    """The Megatron trainer."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of parameters and activations; gradients are accumulated in float32."""
+    max_tokens_per_microbatch: int = Field(default=16_384, gt=0)
+    """Rows of a micro-batch, padded to its longest, hold at most so many tokens."""
+    steps: int = Field(default=300, gt=0)
+    """Train steps of the run."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Ends the RL phase earlier."""
+    checkpoint_every: int = Field(default=20, gt=0)
+    """Train steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = Field(default=2, gt=0)
+    """Older ones are deleted."""
+    threads: int | None = Field(default=None, gt=0)
+    """CPU threads a rank; null: the cores divided by the ranks."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of every collective between trainer ranks."""
+    max_logprob_diff: float | None = Field(default=None, gt=0)
+    """Largest |engine − trainer| logprob at a token of the newest version; above it the run ends with an error.
+    null: 1e-3 in float32, no bound in bfloat16 (it is logged)."""
+
+
+class SftConfig(Section):
+    """Supervised warm start on demonstrations."""
+
+    steps: int = Field(default=160, gt=0)
+    """Optimizer updates."""
+    batch_size: int = Field(default=16, gt=0)
+    """Rows (steps of demonstrations) an update, over all data-parallel ranks."""
+    optimizer: OptimizerConfig = OptimizerConfig(
+        lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip_grad=0.13, schedule="cosine", warmup_steps=50, min_lr_ratio=0.05
+    )
+
+
+class EvaluationConfig(Section):
+    """Success on held-out seeds, before and after."""
+
+    episodes: int = Field(default=1000, ge=0)
+    """Episodes each time, spread evenly over the tasks; 0 leaves evaluation out."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+
+
+class ObserveConfig(Section):
+    """Metrics and traces."""
+
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Weights & Biases; JSONL is always written."""
+    wandb_project: str = "megatron_webrl"
+    """Its project."""
+    trace: bool = True
+    """Write the spans of every role, for the timeline."""
+    record_every: int = Field(default=50, gt=0)
+    """Every n-th group is kept with its screenshots under `trajectories/`."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Shown in logs and wandb."""
+    run_dir: Path = Path("runs/run")
+    """Everything that the run writes."""
+    seed: int = Field(default=0, ge=0)
+    """Of samplers, minibatch order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: CUDA where torch sees a GPU."""
+    model: ModelConfig
+    tasks: TasksConfig
+    agent: AgentConfig = AgentConfig()
+    browser: BrowserConfig = BrowserConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    replay: ReplayConfig = ReplayConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    sft: SftConfig = SftConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _cross(self) -> RunConfig:
+        if self.algorithm.minibatches > self.replay.groups_per_step:
+            raise ValueError(
+                f"algorithm.minibatches={self.algorithm.minibatches} exceeds replay.groups_per_step="
+                f"{self.replay.groups_per_step}: groups are not split, so give at least as many groups"
+            )
+        view, viewport = self.browser.view, self.browser.viewport
+        if view[0] > viewport[0] or view[1] > viewport[1]:
+            raise ValueError(f"browser.screenshot={list(view)} exceeds browser.viewport={list(viewport)}: enlarge the viewport")
+        held_out = (self.tasks.held_out_seeds[1] - self.tasks.held_out_seeds[0]) * len(self.tasks.names)
+        if self.evaluation.episodes > held_out:
+            raise ValueError(
+                f"evaluation.episodes={self.evaluation.episodes} exceeds the {held_out} pages of tasks.held_out_seeds × "
+                "tasks.names: widen held_out_seeds"
+            )
+        return self

@@ -1,0 +1,383 @@
+"""Every message that crosses a socket.  A message is a request or its reply; replies are correlated by the frame's id.
+
+A peer of another protocol version or run is refused with a reason (`Refused`); an exception in a handler comes back as
+`Failed`.  Fields of bytes that hold tokens are packed as in `trajectory`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from megatron_webrl.trajectory import Assignment, Group, Task, Trajectory
+
+PROTOCOL = 1
+"""Raised whenever a message changes its meaning or its shape."""
+
+
+class Message(msgspec.Struct, tag=True):
+    """Base of all messages: tagged by the class name."""
+
+
+# Replies that any request can get -------------------------------------------------------------------------------------
+
+
+class Done(Message):
+    """The request was carried out; nothing to say."""
+
+
+class Refused(Message):
+    """The peer is of another run or protocol version, or the bytes were malformed."""
+
+    reason: str
+
+
+class Failed(Message):
+    """The handler raised: the request was not carried out."""
+
+    error: str
+
+
+# Browser worker -> coordinator ----------------------------------------------------------------------------------------
+
+
+class GetAssignments(Message):
+    """Up to `slots` attempts for free slots; the coordinator waits up to `wait_s` for the first.  Renews the leases of
+    `running`; a new `session` under the same worker name ends the leases of the old one."""
+
+    worker: str
+    session: str
+    slots: int
+    running: list[tuple[int, int, int]]
+    wait_s: float
+
+
+class Assignments(Message):
+    assignments: list[Assignment]
+    revoked: list[tuple[int, int, int]] = []
+    """Attempts of `running` that are no longer wanted: abandon them."""
+
+
+class SubmitTrajectory(Message):
+    """Idempotent: the key of the assignment makes a repeat recognisable.  Its screenshots are in the store already."""
+
+    trajectory: Trajectory
+
+
+class Submitted(Message):
+    accepted: bool
+    reason: str
+    """`accepted`, `repeat` or `superseded`."""
+
+
+# Trainer -> coordinator -----------------------------------------------------------------------------------------------
+
+
+class Take(Message):
+    """The batch of train step `step`, for weights of `version`.  Idempotent for one step: asking again gives the same."""
+
+    step: int
+    version: int
+    wait_s: float
+
+
+class Manifest(Message):
+    """`ready` false: no batch yet, ask again."""
+
+    step: int
+    ready: bool
+    group_ids: list[int] = []
+    lag_mean: float = 0.0
+    lag_max: int = 0
+    engines_waiting: list[str] = []
+    """Names of engine hosts that serve nothing until they get weights: refresh them, then ask again."""
+    stop: bool = False
+    """The run is to end: no further batch will come."""
+
+
+class FetchGroups(Message):
+    group_ids: list[int]
+
+
+class Groups(Message):
+    groups: list[Group]
+
+
+class StepTrained(Message):
+    """The step ended.  `version` is published and acknowledged by every serving engine, or (applied_updates = 0) is the
+    old one."""
+
+    step: int
+    version: int
+    applied_updates: int
+    metrics: dict[str, float]
+
+
+class CheckpointDurable(Message):
+    """The checkpoint that contains `step` is whole on disk: what was trained up to it is final."""
+
+    step: int
+
+
+class ClaimVersion(Message):
+    """A version for weights about to be published: larger than every version ever seen by the run."""
+
+
+class Version(Message):
+    version: int
+
+
+class ListEngines(Message):
+    pass
+
+
+class Engines(Message):
+    hosts: list[EngineStatus]
+
+
+# Engine host -> coordinator, and worker asking for routes ----------------------------------------------------------------
+
+
+class EngineStatus(Message):
+    """Sent by every engine host each second: register, heartbeat and load in one."""
+
+    name: str
+    address: str
+    """Where it answers Generate and control."""
+    state: str
+    """`starting`, `waiting_weights`, `serving`, `dead`."""
+    version: int
+    """Policy version it serves; −1 before the first refresh."""
+    incarnation: int
+    """Counts the starts of its SGLang: a weight group is valid for one incarnation of each member."""
+    ranks: int
+    """Processes of its SGLang that join a weight group (its tensor-parallel size)."""
+    running: int
+    starts: int = 0
+
+
+# Worker -> engine host ------------------------------------------------------------------------------------------------
+
+
+class Generate(Message):
+    """Token-in, token-out.  `prompt_ids` int32 packed, one image_pad an image.  `images` carries bytes by digest for
+    those the host may lack; it asks for others with NeedImages."""
+
+    prompt_ids: bytes
+    digests: list[str]
+    images: dict[str, bytes]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    banned_ids: bytes
+    """int32 packed: tokens never sampled."""
+    stop_ids: bytes
+    """int32 packed: tokens that end the reply (kept in it)."""
+    deadline_s: float
+    """Seconds after which the host gives up, counted from arrival; waiting for the engine included."""
+
+
+class NeedImages(Message):
+    digests: list[str]
+
+
+class Generated(Message):
+    response_ids: bytes
+    """int32 [R]."""
+    logprobs: bytes
+    """float32 [R]."""
+    versions: bytes
+    """int32 [R]."""
+    finish_reason: str
+    """`stop` or `length`."""
+    waited_s: float
+    """Seconds the request waited for the engine to serve (start, restart or refresh), which are not the episode's."""
+    running: int
+    """Requests in flight at the host, for routing."""
+
+
+class EngineUnavailable(Message):
+    """The host could not serve before the deadline: a fault, not the policy's doing."""
+
+    reason: str
+
+
+# Trainer -> engine host: a refresh is Join (once for a set of members), then Begin … Load (one a bucket) … End -------------
+
+
+class JoinWeightGroup(Message):
+    """Join the collective group in which rank 0 is the trainer.  Replied to when the group stands."""
+
+    group: str
+    backend: str
+    """`gloo` or `nccl`."""
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+
+
+class LeaveWeightGroup(Message):
+    group: str
+    timeout_s: float
+
+
+class BeginRefresh(Message):
+    """Stop generation (in-flight requests are kept and recomputed), flush prefix KV and image caches."""
+
+    version: int
+    timeout_s: float
+
+
+class LoadBucket(Message):
+    """Receive one flattened bucket by broadcast from rank 0 of the group."""
+
+    group: str
+    names: list[str]
+    """Hugging Face names."""
+    dtypes: list[str]
+    """`float32`, `bfloat16`, …"""
+    shapes: list[list[int]]
+    timeout_s: float
+
+
+class EndRefresh(Message):
+    """The weights are whole: tag them with `version` and go on."""
+
+    version: int
+    timeout_s: float
+
+
+class Checksum(Message):
+    """Hash of the engine's own parameters."""
+
+    timeout_s: float
+
+
+class ChecksumValue(Message):
+    value: str
+
+
+class LoadFromDisk(Message):
+    """Load an export (a Hugging Face directory) as `version`; used by checks and by joiners."""
+
+    path: str
+    version: int
+    timeout_s: float
+
+
+# Driver -> coordinator ------------------------------------------------------------------------------------------------
+
+
+class StartEvaluation(Message):
+    """Issue one episode a task in the eval lane; train groups are not begun while `exclusive`."""
+
+    name: str
+    tasks: list[Task]
+    temperature: float
+    exclusive: bool
+
+
+class EvaluationProgress(Message):
+    name: str
+
+
+class EvaluationState(Message):
+    name: str
+    total: int
+    finished: int
+    successes: int
+    by_task: dict[str, list[int]]
+    """Task name -> [successes, episodes]."""
+    faults: int
+    """Episodes that never got a result (retries exhausted); they count as episodes without success."""
+
+
+class AllowTraining(Message):
+    """Begin (or stop beginning) train groups."""
+
+    allowed: bool
+
+
+class GetStatus(Message):
+    pass
+
+
+class Status(Message):
+    """What the live display shows and the account of invariant 1."""
+
+    step: int
+    version: int
+    running: int
+    queued_groups: int
+    in_training_groups: int
+    account: dict[str, Any]
+    """{issued, trained, dropped: {reason: n}, in_flight} in attempts of the train lane."""
+    success_recent: float
+    trajectories: int
+    lag_mean: float
+    lag_max: int
+    workers: int
+    engines: list[EngineStatus]
+    metrics: dict[str, float]
+    mixed_share: float
+
+
+class EndRun(Message):
+    """Stop issuing, turn what is in flight into `run_ended`; the reply is the final Status."""
+
+
+# Anyone -> screenshot store -------------------------------------------------------------------------------------------
+
+
+class LackingImages(Message):
+    digests: list[str]
+
+
+class Lacking(Message):
+    digests: list[str]
+
+
+class PutImages(Message):
+    images: dict[str, bytes]
+
+
+class GetImages(Message):
+    digests: list[str]
+
+
+class Images(Message):
+    images: dict[str, bytes]
+    missing: list[str]
+
+
+class ReleaseImages(Message):
+    """One reference fewer for each digest; at none the bytes may go."""
+
+    digests: list[str]
+
+
+class StoreStatus(Message):
+    pass
+
+
+class StoreState(Message):
+    images: int
+    bytes: int
+    limit_bytes: int
+
+
+AnyMessage = (
+    Done | Refused | Failed
+    | GetAssignments | Assignments | SubmitTrajectory | Submitted
+    | Take | Manifest | FetchGroups | Groups | StepTrained | CheckpointDurable | ClaimVersion | Version
+    | ListEngines | Engines | EngineStatus
+    | Generate | NeedImages | Generated | EngineUnavailable
+    | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | EndRefresh | Checksum | ChecksumValue | LoadFromDisk
+    | StartEvaluation | EvaluationProgress | EvaluationState | AllowTraining | GetStatus | Status | EndRun
+    | LackingImages | Lacking | PutImages | GetImages | Images | ReleaseImages | StoreStatus | StoreState
+)  # fmt: skip
+
+
