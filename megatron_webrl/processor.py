@@ -1,0 +1,114 @@
+"""Tokenizer and image processor of a model: one truth for agent, engine client and trainer.
+
+Prompts travel unexpanded (one image_pad an image); how many tokens an image becomes follows from its size alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_webrl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+END_TOKEN = "<|im_end|>"
+Grid = tuple[int, int, int]
+
+
+class Processor:
+    """Processor of a Hugging Face Qwen3-VL directory; made by `Processor.load`."""
+
+    def __init__(self, directory: Path, tokenizer: Any, settings: dict[str, Any], vocab_size: int) -> None:
+        self.directory = directory
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        """Rows of the model's embedding: the tokenizer's vocabulary, padded."""
+        self.patch_size: int = settings["patch_size"]
+        self.merge_size: int = settings["merge_size"]
+        self._size: dict[str, int] = settings["size"]
+        self.image_token_id: int = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        self.end_token_id: int = tokenizer.convert_tokens_to_ids(END_TOKEN)
+
+    @classmethod
+    def load(cls, directory: Path) -> Processor:
+        """Read tokenizer and image settings.  Raises UserError naming the file that is missing or malformed."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            settings = json.loads((directory / "preprocessor_config.json").read_text())
+            vocab_size = json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"]
+            return cls(directory, tokenizer, settings, vocab_size)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"model.path={directory}: tokenizer or processor not readable ({error}): copy them again") from None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; special tokens written in the text are parsed as such."""
+        return self.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of `ids`, a final end token removed, every other special token shown."""
+        ids = [int(i) for i in ids]
+        if ids and ids[-1] == self.end_token_id:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+
+    def grid(self, width: int, height: int) -> Grid:
+        """Patches (1, h, w) that an image of so many pixels becomes."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        tall, wide = smart_resize(
+            height,
+            width,
+            factor=self.patch_size * self.merge_size,
+            min_pixels=self._size["shortest_edge"],
+            max_pixels=self._size["longest_edge"],
+        )
+        return (1, tall // self.patch_size, wide // self.patch_size)
+
+    def image_tokens(self, grid: Grid) -> int:
+        """Language tokens of an image: t·h·w / merge²."""
+        return grid[0] * grid[1] * grid[2] // self.merge_size**2
+
+    def expand(self, prompt_ids: Sequence[int] | np.ndarray, grids: Sequence[Grid]) -> np.ndarray:
+        """Each image_pad repeated as often as its image has tokens -> int32 [P'].
+        Raises ValueError if pads and grids differ in number."""
+        ids = np.asarray(prompt_ids, dtype=np.int32)
+        repeats = np.ones(len(ids), dtype=np.int64)
+        places = np.flatnonzero(ids == self.image_token_id)
+        if len(places) != len(grids):
+            raise ValueError(f"prompt has {len(places)} image_pad tokens for {len(grids)} images")
+        repeats[places] = [self.image_tokens(grid) for grid in grids]
+        return np.repeat(ids, repeats)
+
+    def pixels(self, images: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+        """Encoded images -> patches float32 [Σ t·h·w, C·T·P·P], normalised, and grids int64 [n, 3]."""
+        from PIL import Image
+
+        decoded = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
+        out = self._image_processor(images=decoded, return_tensors="pt")
+        return out["pixel_values"], out["image_grid_thw"]
+
+    def banned_ids(self) -> np.ndarray:
+        """Tokens never sampled, int32 ascending: every special token but the end token, and padded vocabulary rows."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special.discard(self.end_token_id)
+        return np.array(sorted(special | set(range(len(self.tokenizer), self.vocab_size))), dtype=np.int32)
+
+    def stop_ids(self) -> list[int]:
+        """Tokens that end a reply."""
+        return [self.end_token_id]
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(str(self.directory), local_files_only=True)

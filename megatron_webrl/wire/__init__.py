@@ -1,0 +1,24 @@
+"""Sockets between roles: requests and replies with deadlines over ZeroMQ.  The messages are in `wire.messages`."""
+
+from megatron_webrl.wire.messages import PROTOCOL, Message
+from megatron_webrl.wire.sockets import (
+    BlockingClient,
+    Client,
+    RequestFailed,
+    RequestRefused,
+    RequestTimeout,
+    Server,
+    WireError,
+)
+
+__all__ = [
+    "PROTOCOL",
+    "BlockingClient",
+    "Client",
+    "Message",
+    "RequestFailed",
+    "RequestRefused",
+    "RequestTimeout",
+    "Server",
+    "WireError",
+]

@@ -1,0 +1,72 @@
+"""The processor: what agent, engine and trainer must agree on."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from megatron_webrl.errors import UserError
+from megatron_webrl.processor import Processor
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model_dir: Path) -> Processor:
+    return Processor.load(tiny_model_dir)
+
+
+def png(width: int, height: int) -> bytes:
+    rng = np.random.default_rng(width * 1000 + height)
+    buffer = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("size", [(160, 210), (500, 320), (64, 32), (97, 203)])
+def test_grid_from_the_size_alone_equals_what_the_image_processor_makes(processor: Processor, size: tuple[int, int]) -> None:
+    pixels, grids = processor.pixels([png(*size)])
+    assert tuple(grids[0].tolist()) == processor.grid(*size)
+    assert len(pixels) == np.prod(processor.grid(*size))
+
+
+def test_the_demo_screenshot_is_35_tokens(processor: Processor) -> None:
+    assert processor.image_tokens(processor.grid(160, 210)) == 35
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40))
+def test_decode_inverts_encode(processor: Processor, text: str) -> None:
+    ids = processor.encode(text)
+    assert processor.decode([*ids, processor.end_token_id]) == text
+
+
+def test_special_tokens_in_text_are_one_token(processor: Processor) -> None:
+    assert processor.encode("<|image_pad|>") == [processor.image_token_id]
+    assert processor.encode("<|im_end|>") == [processor.end_token_id]
+
+
+def test_expand_repeats_each_pad_and_nothing_else(processor: Processor) -> None:
+    pad = processor.image_token_id
+    grids = [(1, 4, 4), (1, 2, 6)]
+    out = processor.expand([5, pad, 6, pad], grids)
+    assert out.tolist() == [5] + [pad] * 4 + [6] + [pad] * 3
+    with pytest.raises(ValueError, match="1 image_pad tokens for 2 images"):
+        processor.expand([pad], grids)
+
+
+def test_banned_are_all_special_tokens_but_the_end_and_all_padded_rows(processor: Processor) -> None:
+    banned = set(processor.banned_ids().tolist())
+    assert processor.end_token_id not in banned
+    assert processor.image_token_id in banned
+    assert set(range(len(processor.tokenizer), processor.vocab_size)) <= banned
+    assert not banned & set(processor.encode("Click the button."))
+
+
+def test_missing_directory_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path="):
+        Processor.load(tmp_path / "none")
