@@ -140,6 +140,8 @@ class ReplayConfig(Section):
     """η: most policy versions that a response token may lag when training on it starts; 0 is strictly synchronous."""
     dynamic_sampling: bool = True
     """Drop groups whose rewards are all equal, and gather until B mixed groups are there."""
+    max_concurrent_episodes: int = Field(default=1280, gt=0)
+    """Episodes at once, over all workers."""
     max_attempts: int = Field(default=4, gt=0)
     """Attempts at one episode when faults strike; then its group is dropped as `faults`."""
     lease_s: float = Field(default=15.0, gt=0)

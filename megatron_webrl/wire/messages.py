@@ -6,8 +6,6 @@ A peer of another protocol version or run is refused with a reason (`Refused`); 
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from megatron_webrl.trajectory import Assignment, Group, Task, Trajectory
@@ -68,7 +66,7 @@ class SubmitTrajectory(Message):
 class Submitted(Message):
     accepted: bool
     reason: str
-    """`accepted`, `repeat` or `superseded`."""
+    """`accepted`, `repeat`, `superseded`, or `images_missing` (put them and submit again)."""
 
 
 # Trainer -> coordinator -----------------------------------------------------------------------------------------------
@@ -88,12 +86,14 @@ class Manifest(Message):
     step: int
     ready: bool
     group_ids: list[int] = []
-    lag_mean: float = 0.0
     lag_max: int = 0
+    """Largest lag of a response token in the batch."""
     engines_waiting: list[str] = []
-    """Names of engine hosts that serve nothing until they get weights: refresh them, then ask again."""
+    """Engine hosts that serve nothing until they get weights: refresh them, then ask again."""
+    finished: bool = False
+    """Steps or minutes are used up: save, say TrainingFinished, and go on asking (engines may still want weights)."""
     stop: bool = False
-    """The run is to end: no further batch will come."""
+    """The run ends: leave."""
 
 
 class FetchGroups(Message):
@@ -112,6 +112,13 @@ class StepTrained(Message):
     version: int
     applied_updates: int
     metrics: dict[str, float]
+
+
+class TrainingFinished(Message):
+    """The last checkpoint is durable and the last weights are published."""
+
+    step: int
+    version: int
 
 
 class CheckpointDurable(Message):
@@ -272,12 +279,11 @@ class LoadFromDisk(Message):
 
 
 class StartEvaluation(Message):
-    """Issue one episode a task in the eval lane; train groups are not begun while `exclusive`."""
+    """Issue one episode a task in the eval lane, before any train episode."""
 
     name: str
     tasks: list[Task]
     temperature: float
-    exclusive: bool
 
 
 class EvaluationProgress(Message):
@@ -295,10 +301,8 @@ class EvaluationState(Message):
     """Episodes that never got a result (retries exhausted); they count as episodes without success."""
 
 
-class AllowTraining(Message):
-    """Begin (or stop beginning) train groups."""
-
-    allowed: bool
+class BeginTraining(Message):
+    """Begin train groups; the minutes of the RL phase count from here."""
 
 
 class GetStatus(Message):
@@ -306,23 +310,43 @@ class GetStatus(Message):
 
 
 class Status(Message):
-    """What the live display shows and the account of invariant 1."""
+    """What the live display shows, and the account of invariant 1."""
 
     step: int
     version: int
+    finished: bool
+    """TrainingFinished was said."""
+    minutes: float
+    """Since BeginTraining; 0 before it."""
     running: int
+    """Episodes in slots, both lanes."""
+    running_groups: int
     queued_groups: int
     in_training_groups: int
-    account: dict[str, Any]
-    """{issued, trained, dropped: {reason: n}, in_flight} in attempts of the train lane."""
-    success_recent: float
+    account: Account
+    success: float
+    """Of the newest 256 train episodes; NaN without any."""
+    mixed_share: float
+    """Of the newest 64 complete groups, those whose rewards differ."""
     trajectories: int
+    """Train episodes that ended with success or failure."""
     lag_mean: float
+    """Over all trained response tokens."""
     lag_max: int
     workers: int
+    """Heard of within the lease."""
     engines: list[EngineStatus]
     metrics: dict[str, float]
-    mixed_share: float
+    """Of the newest train step."""
+
+
+class Account(msgspec.Struct):
+    """Attempts of the train lane: issued = trained + Σ dropped + in_flight, at every moment."""
+
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
 
 
 class EndRun(Message):
@@ -333,6 +357,8 @@ class EndRun(Message):
 
 
 class LackingImages(Message):
+    """Which of these must be put?  Those that are there already are kept for the caller's trajectory to claim."""
+
     digests: list[str]
 
 
@@ -351,6 +377,12 @@ class GetImages(Message):
 class Images(Message):
     images: dict[str, bytes]
     missing: list[str]
+
+
+class RetainImages(Message):
+    """One reference more for each digest, all or none: the reply names those that are lacking, if any."""
+
+    digests: list[str]
 
 
 class ReleaseImages(Message):
@@ -372,12 +404,12 @@ class StoreState(Message):
 AnyMessage = (
     Done | Refused | Failed
     | GetAssignments | Assignments | SubmitTrajectory | Submitted
-    | Take | Manifest | FetchGroups | Groups | StepTrained | CheckpointDurable | ClaimVersion | Version
+    | Take | Manifest | FetchGroups | Groups | StepTrained | TrainingFinished | CheckpointDurable | ClaimVersion | Version
     | ListEngines | Engines | EngineStatus
     | Generate | NeedImages | Generated | EngineUnavailable
     | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | EndRefresh | Checksum | ChecksumValue | LoadFromDisk
-    | StartEvaluation | EvaluationProgress | EvaluationState | AllowTraining | GetStatus | Status | EndRun
-    | LackingImages | Lacking | PutImages | GetImages | Images | ReleaseImages | StoreStatus | StoreState
+    | StartEvaluation | EvaluationProgress | EvaluationState | BeginTraining | GetStatus | Status | EndRun
+    | LackingImages | Lacking | PutImages | GetImages | Images | RetainImages | ReleaseImages | StoreStatus | StoreState
 )  # fmt: skip
 
 

@@ -1,0 +1,7 @@
+"""Ray placement and the life of a run."""
+
+from megatron_webrl.launch.cluster import Cluster, RoleDied
+from megatron_webrl.launch.display import Display
+from megatron_webrl.launch.run import RunFailed, RunResult, dry_run, evaluate, sft, started, train
+
+__all__ = ["Cluster", "Display", "RoleDied", "RunFailed", "RunResult", "dry_run", "evaluate", "sft", "started", "train"]

@@ -1,0 +1,229 @@
+"""A private Ray on this machine, and role processes in it: started, watched, restarted within limits, ended for sure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.processes import MARK, reap
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+STOP_GRACE_S = 10.0
+
+
+class RoleDied(Exception):
+    """A role that is not restarted (or not any more) ended; the message says which, why, and where its log is."""
+
+
+class _Process:
+    """Body of the Ray actor of one role.  Two threads: `run`, and `stop`."""
+
+    def __init__(self, run_id: str, name: str, log_file: str, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        os.environ[MARK] = f"{run_id}/{name}"
+        reap(f"{run_id}/{name}")  # what an earlier process of this role left behind
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        out = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        try:
+            if inspect.iscoroutinefunction(function):
+                with contextlib.suppress(asyncio.CancelledError):
+                    asyncio.run(self._cancellable(function, arguments))
+            else:
+                function(**arguments)
+        except BaseException:
+            log.exception("%s failed", function.__name__)
+            raise
+
+    async def _cancellable(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        await function(**arguments)
+
+    def stop(self) -> None:
+        """Cancel an asyncio role, so that it closes what it opened."""
+        if self._loop is not None and self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+class Role:
+    """A role as the driver sees it."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], arguments: dict[str, Any], gpus: tuple[int, ...], restarts: int
+    ) -> None:
+        self.name = name
+        self.function = function
+        self.arguments = arguments
+        self.gpus = gpus
+        self.restarts_left = restarts
+        self.actor: Any = None
+        self.result: Any = None
+        self.pid = 0
+
+
+class Cluster:
+    """A local Ray that belongs to one run.  Use as a context manager: leaving it ends every process, whatever happened.
+
+    run_id: mark of all processes; log_dir: one file a role; threads: OMP_NUM_THREADS of roles that set none.
+    """
+
+    def __init__(self, run_id: str, log_dir: Path) -> None:
+        self.run_id = run_id
+        self.log_dir = log_dir.resolve()
+        self.directory = Path(tempfile.mkdtemp(prefix="mwebrl-"))  # short: Unix sockets have 107 characters
+        self.roles: dict[str, Role] = {}
+
+    def __enter__(self) -> Cluster:
+        os.environ.update(
+            {
+                MARK: f"{self.run_id}/ray",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_DISABLE_IMPORT_WARNING": "1",
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            }
+        )
+        try:
+            import ray
+
+            ray.init(
+                address="local",
+                num_cpus=max(2, os.cpu_count() or 2),
+                include_dashboard=False,
+                object_store_memory=80 << 20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=self.run_id,
+                _temp_dir=str(self.directory / "ray"),
+            )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):
+            self._stop_roles()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        reap(self.run_id, grace_s=2.0)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def start(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        *,
+        gpus: tuple[int, ...] = (),
+        restarts: int = 0,
+    ) -> None:
+        """Start a role.  restarts: how often it may be started again when its process dies."""
+        role = Role(name, function, arguments, gpus, restarts)
+        self.roles[name] = role
+        self._launch(role)
+
+    def _launch(self, role: Role) -> None:
+        import ray
+
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, role.gpus))} if role.gpus else {}
+        log_file = str(self.log_dir / f"{role.name}.log")
+        process = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Process)
+        role.actor = process.remote(self.run_id, role.name, log_file, environment)
+        role.pid = ray.get(role.actor.pid.remote(), timeout=START_TIMEOUT_S)
+        role.result = role.actor.run.remote(role.function, role.arguments)
+        (self.log_dir / f"{role.name}.pid").write_text(f"{role.pid}\n")
+
+    def check(self, *, may_end: tuple[str, ...] = ()) -> list[str]:
+        """Look at every role once; restart what died and may be restarted.  Returns the names of those that ended
+        without error among `may_end`.  Raises RoleDied."""
+        import ray
+
+        ended = []
+        results = {role.result: role for role in self.roles.values() if role.result is not None}
+        done, _ = ray.wait(list(results), num_returns=len(results), timeout=0, fetch_local=False) if results else ([], [])
+        for reference in done:
+            role = results[reference]
+            try:
+                ray.get(reference, timeout=10)
+            except Exception as error:
+                why = str(getattr(error, "cause", None) or error).strip().splitlines()
+                reason = why[-1] if why else type(error).__name__
+                if not role.restarts_left:
+                    raise RoleDied(f"{role.name} died: {reason} (log: {self.log_dir / role.name}.log)") from None
+                role.restarts_left -= 1
+                log.warning("%s died (%s): started again, %d restarts left", role.name, reason, role.restarts_left)
+                with contextlib.suppress(Exception):
+                    ray.kill(role.actor)
+                reap(f"{self.run_id}/{role.name}")
+                self._launch(role)
+            else:
+                role.result = None
+                if not role.name.startswith(may_end):
+                    raise RoleDied(f"{role.name} ended too early (log: {self.log_dir / role.name}.log)")
+                ended.append(role.name)
+        return ended
+
+    def join(self, prefix: str, timeout_s: float) -> bool:
+        """Wait for all roles of that prefix to end by themselves; False if the time was not enough."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.check(may_end=(prefix,))
+            if all(role.result is None for name, role in self.roles.items() if name.startswith(prefix)):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def stop(self, prefix: str) -> None:
+        """End all roles of that prefix: cancelled, given a grace, then killed with all that they started."""
+        import ray
+
+        roles = [role for name, role in self.roles.items() if name.startswith(prefix)]
+        with contextlib.suppress(Exception):
+            ray.get([role.actor.stop.remote() for role in roles], timeout=STOP_GRACE_S)
+        pending = [role.result for role in roles if role.result is not None]
+        if pending:
+            with contextlib.suppress(Exception):
+                ray.wait(pending, num_returns=len(pending), timeout=STOP_GRACE_S)
+        for role in roles:
+            with contextlib.suppress(Exception):
+                ray.kill(role.actor)
+            reap(f"{self.run_id}/{role.name}")
+            del self.roles[role.name]
+
+    def _stop_roles(self) -> None:
+        for prefix in ("worker", "engine", "trainer", "coordinator", "store", ""):
+            if any(name.startswith(prefix) for name in self.roles):
+                self.stop(prefix)
+
+
+def free_port() -> int:
+    """A TCP port of loopback that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

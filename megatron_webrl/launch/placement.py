@@ -1,0 +1,77 @@
+"""Which role runs where: names, addresses and GPUs of one machine's roles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_webrl.config import RunConfig
+from megatron_webrl.errors import UserError
+
+
+class RolePlace(NamedTuple):
+    """One role process."""
+
+    name: str
+    """`coordinator`, `store`, `engine-0`, `trainer-0`, `worker-0`, …"""
+    address: str
+    """Socket that it answers on; empty if it answers none."""
+    gpus: tuple[int, ...]
+    """GPUs that it sees; empty on a CPU."""
+
+
+def count_gpus(device: str) -> int:
+    """GPUs to use for `device` of the configuration, without importing torch.  Raises UserError if it asks for CUDA and
+    there is none."""
+    if device == "cpu":
+        return 0
+    try:
+        out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        found = sum(line.startswith("GPU ") for line in out.stdout.splitlines()) if out.returncode == 0 else 0
+    except (OSError, subprocess.TimeoutExpired):
+        found = 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    if device == "cuda" and not found:
+        raise UserError("device=cuda, but nvidia-smi shows no GPU here: use device=cpu or a machine with a GPU")
+    return found
+
+
+def place(config: RunConfig, sockets: Path, gpus: int) -> list[RolePlace]:
+    """Roles of one machine.  Trainer ranks take the first GPUs, engines the next; with too few GPUs they share."""
+
+    def address(name: str) -> str:
+        return f"ipc://{sockets}/{name}"
+
+    ranks, tp = config.trainer.parallel.world_size, config.engine.tp
+    roles = [RolePlace("store", address("store"), ()), RolePlace("coordinator", address("coordinator"), ())]
+    for i in range(config.engine.hosts):
+        name = f"engine-{i}"
+        mine = tuple((ranks + i * tp + k) % gpus for k in range(tp)) if gpus else ()
+        if len(set(mine)) < len(mine):
+            raise UserError(f"engine.tp={tp} needs {tp} GPUs, here are {gpus}: lower engine.tp")
+        roles.append(RolePlace(name, address(name), mine))
+    if gpus and ranks > gpus:
+        raise UserError(
+            f"trainer.parallel (tp·pp·dp = {ranks}) needs {ranks} GPUs, here are {gpus}: use a smaller layout or device=cpu"
+        )
+    roles += [RolePlace(f"trainer-{r}", "", (r,) if gpus else ()) for r in range(ranks)]
+    roles += [RolePlace(f"worker-{i}", "", ()) for i in range(config.browser.workers)]
+    return roles
+
+
+def describe(roles: list[RolePlace], config: RunConfig) -> str:
+    """The placement as lines for people."""
+    lines = ["placement (one machine):"]
+    for role in roles:
+        where = f"GPU {', '.join(map(str, role.gpus))}" if role.gpus else "CPU"
+        more = ""
+        if role.name.startswith("worker"):
+            more = f"{config.browser.slots} slots in one Chromium"
+        elif role.name.startswith("engine"):
+            more = f"SGLang, tp {config.engine.tp}"
+        lines.append(f"  {role.name:<12} {where:<8} {more or role.address}".rstrip())
+    return "\n".join(lines)

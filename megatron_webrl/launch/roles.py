@@ -1,0 +1,122 @@
+"""What each role's process runs.  Every function is called in a process of its own (a Ray actor, see `cluster`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from megatron_webrl.config import RunConfig
+
+log = logging.getLogger(__name__)
+
+
+async def store(config: RunConfig, *, run_id: str, address: str) -> None:
+    from megatron_webrl.screenshots import serve_store
+
+    await serve_store(address, run_id, config.replay.screenshot_bytes)
+
+
+async def coordinator(
+    config: RunConfig, *, run_id: str, address: str, store_address: str, resume_step: int | None, wandb_id: str
+) -> None:
+    from megatron_webrl.observe import JsonlSink, MetricsLogger, WandbSink
+    from megatron_webrl.replay import Coordinator
+
+    run_dir = Path(config.run_dir)
+    sinks = [JsonlSink(run_dir / "metrics.jsonl")]
+    if config.observe.wandb != "disabled":
+        sinks.append(WandbSink(config, run_dir, wandb_id))
+    metrics = MetricsLogger(sinks)
+    try:
+        await Coordinator(
+            config,
+            run_id=run_id,
+            address=address,
+            store_address=store_address,
+            log_metrics=metrics.log,
+            resume_step=resume_step,
+        ).run()
+    finally:
+        await asyncio.to_thread(metrics.close)
+
+
+async def engine(
+    config: RunConfig, *, run_id: str, name: str, index: int, address: str, coordinator_address: str
+) -> None:
+    from megatron_webrl.engine import EngineHost
+
+    run_dir = Path(config.run_dir)
+    host = EngineHost(
+        config,
+        run_id=run_id,
+        name=name,
+        index=index,
+        address=address,
+        coordinator_address=coordinator_address,
+        log_dir=run_dir / "logs",
+    )
+    await host.run()
+
+
+async def worker(
+    config: RunConfig, *, run_id: str, name: str, coordinator_address: str, store_address: str
+) -> None:
+    from megatron_webrl.agent import BrowserWorker
+    from megatron_webrl.observe import Tracer
+
+    tracer = Tracer(Path(config.run_dir) / "trace" / f"{name}.jsonl", name) if config.observe.trace else None
+    browser_worker = BrowserWorker(
+        config,
+        run_id=run_id,
+        name=name,
+        coordinator_address=coordinator_address,
+        store_address=store_address,
+        trace=tracer,
+    )
+    await browser_worker.run()
+
+
+def trainer(
+    config: RunConfig,
+    *,
+    run_id: str,
+    rank: int,
+    master_address: str,
+    master_port: int,
+    coordinator_address: str,
+    store_address: str,
+    resume: Path | None,
+) -> None:
+    from megatron_webrl.trainer.loop import TrainerLoop
+    from megatron_webrl.observe import Tracer
+
+    tracer = Tracer(Path(config.run_dir) / "trace" / f"trainer-{rank}.jsonl", f"trainer-{rank}")
+    TrainerLoop(
+        config,
+        run_id=run_id,
+        rank=rank,
+        world_size=config.trainer.parallel.world_size,
+        master_address=master_address,
+        master_port=master_port,
+        coordinator_address=coordinator_address,
+        store_address=store_address,
+        resume=resume,
+        tracer=tracer,
+    ).run()
+
+
+def sft(
+    config: RunConfig, *, rank: int, master_address: str, master_port: int, demonstrations: Path, output: Path
+) -> None:
+    from megatron_webrl.trainer.sft import run_sft
+
+    run_sft(
+        config,
+        rank=rank,
+        world_size=config.trainer.parallel.world_size,
+        master_address=master_address,
+        master_port=master_port,
+        demonstrations=demonstrations,
+        output=output,
+    )

@@ -1,0 +1,325 @@
+"""A run from the driver's side: place the roles, lead them through the phases, end them."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.config import RunConfig, check_files, dump
+from megatron_webrl.errors import UserError
+from megatron_webrl.launch import roles
+from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
+from megatron_webrl.launch.display import Display
+from megatron_webrl.launch.placement import RolePlace, count_gpus, describe, place
+from megatron_webrl.wire import BlockingClient, RequestTimeout
+from megatron_webrl.wire.messages import (
+    BeginTraining,
+    Done,
+    EndRun,
+    EvaluationProgress,
+    EvaluationState,
+    GetStatus,
+    LoadFromDisk,
+    StartEvaluation,
+    Status,
+)
+
+POLL_S = 0.5
+RPC_TIMEOUT_S = 30.0
+EVALUATION_TIMEOUT_S = 6 * 3600.0
+WORKER_RESTARTS = 20
+TRAINER_LEAVES_S = 30.0
+
+
+class RunFailed(Exception):
+    """The run could not go on; the message says why and what to do."""
+
+
+@dataclass
+class RunResult:
+    """What a run leaves to its caller."""
+
+    status: Status
+    evaluations: dict[str, EvaluationState] = field(default_factory=dict)
+    minutes: dict[str, float] = field(default_factory=dict)
+    """Of the phases: start, rl, evaluation."""
+
+
+def check(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
+    """Every check that needs no process: model directory, layout, Chromium, ports, tasks, GPUs.  Raises UserError."""
+    from megatron_webrl.browser import find_chromium
+    from megatron_webrl.engine import check_port
+    from megatron_webrl.tasks import check_task_names
+
+    check_files(config)
+    check_task_names(config.tasks.names)
+    find_chromium(config.browser.executable)
+    if config.engine.port is not None:
+        for i in range(config.engine.hosts):
+            check_port(config.engine.port + i)
+    placed = place(config, Path("/tmp/mwebrl-RUN"), count_gpus(config.device))
+    return placed if with_trainer else [r for r in placed if not r.name.startswith("trainer")]
+
+
+def dry_run(config: RunConfig) -> str:
+    """The resolved configuration and the placement, after all checks."""
+    return dump(config) + "\n" + describe(check(config), config)
+
+
+class Run:
+    """A started system.  Made by `started`."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, placed: list[RolePlace], display: Display) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.display = display
+        self.placed = {role.name: role for role in placed}
+        self._coordinator = BlockingClient(self.placed["coordinator"].address, cluster.run_id, "driver")
+
+    def request(self, message: Any, expect: Any) -> Any:
+        return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
+
+    def status(self) -> Status:
+        return self.request(GetStatus(), Status)  # type: ignore[no-any-return]
+
+    def wait_until_ready(self) -> None:
+        """An engine serves and a worker asked for work.  Raises RunFailed after the engine's grace."""
+        deadline = time.monotonic() + self.config.engine.start_timeout_s + 120
+        while True:
+            self.cluster.check()
+            try:
+                status = self.status()
+                if status.workers and any(e.state == "serving" for e in status.engines):
+                    return
+                missing = "no browser worker" if not status.workers else "no engine serves"
+            except RequestTimeout:
+                missing = "the coordinator does not answer"
+            if time.monotonic() > deadline:
+                raise RunFailed(f"start-up took too long: {missing} (logs: {self.cluster.log_dir})")
+            time.sleep(POLL_S)
+
+    def evaluate(self, name: str) -> EvaluationState:
+        """Success on the held-out tasks with the weights that the engines have now."""
+        from megatron_webrl.tasks import held_out_tasks
+
+        tasks = held_out_tasks(self.config.tasks, self.config.evaluation.episodes)
+        self.request(StartEvaluation(name, tasks, self.config.evaluation.temperature), Done)
+        deadline = time.monotonic() + EVALUATION_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.cluster.check()
+            state: EvaluationState = self.request(EvaluationProgress(name), EvaluationState)
+            self.display.evaluating(name, state)
+            if state.finished >= state.total:
+                return state
+            time.sleep(POLL_S)
+        raise RunFailed(f"evaluation {name} did not end in {EVALUATION_TIMEOUT_S / 3600:.0f} h")
+
+    def train(self) -> Status:
+        """The RL phase: until the trainer says that it finished."""
+        self.request(BeginTraining(), Done)
+        while True:
+            self.cluster.check()
+            status = self.status()
+            self.display.training(status, self.config.trainer.steps, self.config.trainer.max_minutes)
+            if status.finished:
+                return status
+            time.sleep(POLL_S)
+
+    def end(self) -> Status:
+        """Stop issuing; the trainer leaves by itself.  Returns the final state."""
+        status: Status = self.request(EndRun(), Status)
+        self.cluster.join("trainer", TRAINER_LEAVES_S)
+        return status
+
+    def close(self) -> None:
+        self._coordinator.close()
+
+
+@contextmanager
+def started(config: RunConfig, display: Display, *, resume: Path | None = None, with_trainer: bool = True) -> Iterator[Run]:
+    """A running system of all roles; whatever happens inside, nothing is left running.
+
+    resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
+    """
+    check(config, with_trainer=with_trainer)
+    run_dir = Path(config.run_dir)
+    identity = _identity(run_dir, resume)
+    for folder in ("logs", "trace", "checkpoints", "trajectories"):
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(dump(config))
+    run_id = f"{identity['run_id']}.{identity['starts']}"
+    with Cluster(run_id, run_dir / "logs") as cluster:
+        placed = place(config, cluster.directory, count_gpus(config.device))
+        address = {role.name: role.address for role in placed}
+        common: dict[str, Any] = {"config": config, "run_id": run_id}
+        where = {"coordinator_address": address["coordinator"], "store_address": address["store"]}
+        cluster.start("store", roles.store, {**common, "address": address["store"]})
+        cluster.start(
+            "coordinator",
+            roles.coordinator,
+            {
+                **common,
+                "address": address["coordinator"],
+                "store_address": address["store"],
+                "resume_step": _step_of(resume) if resume else None,
+                "wandb_id": identity["run_id"],
+            },
+        )
+        port = free_port()
+        for role in placed:
+            kind, _, index = role.name.partition("-")
+            if kind == "engine":
+                arguments = {
+                    **common,
+                    "name": role.name,
+                    "index": int(index),
+                    "address": role.address,
+                    "coordinator_address": address["coordinator"],
+                }
+                cluster.start(role.name, roles.engine, arguments, gpus=role.gpus, restarts=config.engine.max_restarts)
+            elif kind == "worker":
+                arguments = {**common, **where, "name": role.name}
+                cluster.start(role.name, roles.worker, arguments, restarts=WORKER_RESTARTS)
+            elif kind == "trainer" and with_trainer:
+                arguments = {
+                    **common,
+                    **where,
+                    "rank": int(index),
+                    "master_address": "127.0.0.1",
+                    "master_port": port,
+                    "resume": resume,
+                }
+                cluster.start(role.name, roles.trainer, arguments, gpus=role.gpus)
+        run = Run(config, cluster, placed, display)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
+    """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
+    from megatron_webrl.trainer.loop import newest_checkpoint
+
+    run_dir = Path(config.run_dir)
+    checkpoint = newest_checkpoint(run_dir) if resume else None
+    if resume and checkpoint is None:
+        raise UserError(f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume, or give the right run_dir")
+    if not resume and (run_dir / "ledger.sqlite").exists():
+        raise UserError(f"run_dir={run_dir} holds a run already: continue it with --resume, or give another run_dir")
+    minutes: dict[str, float] = {}
+    evaluations: dict[str, EvaluationState] = {}
+    evaluating = config.evaluation.episodes > 0
+    try:
+        with started(config, display, resume=checkpoint) as run:
+            with _timed(minutes, "start"):
+                run.wait_until_ready()
+            if evaluating and checkpoint is None:
+                with _timed(minutes, "evaluation"):
+                    evaluations["before"] = run.evaluate("before")
+            with _timed(minutes, "rl"):
+                run.train()
+            if evaluating:
+                with _timed(minutes, "evaluation"):
+                    evaluations["after"] = run.evaluate("after")
+            status = run.end()
+    except RoleDied as error:
+        hint = "" if newest_checkpoint(run_dir) is None else "; go on with --resume"
+        raise RunFailed(f"{error}{hint}") from None
+    for state in evaluations.values():
+        _write_evaluation(run_dir, state)
+    return RunResult(status, evaluations, minutes)
+
+
+def evaluate(config: RunConfig, display: Display) -> EvaluationState:
+    """`megatron-webrl eval`: success of config.model.path on held-out tasks, without a trainer."""
+    if config.evaluation.episodes == 0:
+        raise UserError("evaluation.episodes=0 leaves nothing to do: give a number of episodes")
+    with started(config, display, with_trainer=False) as run:
+        _load_engines(run)
+        state = run.evaluate("eval")
+        run.end()
+    _write_evaluation(Path(config.run_dir), state)
+    return state
+
+
+def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path) -> None:
+    """`megatron-webrl sft`: supervised training of config.model.path on demonstrations -> Hugging Face directory."""
+    check_files(config)
+    if not (demonstrations / "demonstrations.msgpack").exists():
+        raise UserError(f"demonstrations={demonstrations} holds no demonstrations.msgpack: give the folder that `demo` wrote")
+    if output.exists():
+        raise UserError(f"output={output} exists: give another folder")
+    gpus = count_gpus(config.device)
+    port = free_port()
+    log_dir = Path(config.run_dir) / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with Cluster(f"sft-{uuid.uuid4().hex[:8]}", log_dir) as cluster:
+        for rank in range(config.trainer.parallel.world_size):
+            arguments = {
+                "config": config,
+                "rank": rank,
+                "master_address": "127.0.0.1",
+                "master_port": port,
+                "demonstrations": demonstrations,
+                "output": output,
+            }
+            cluster.start(f"trainer-sft-{rank}", roles.sft, arguments, gpus=(rank,) if gpus else ())
+        progress = log_dir.parent / "sft.jsonl"
+        while not cluster.join("trainer-sft", 1.0):
+            lines = progress.read_text().splitlines() if progress.exists() else []
+            if lines:
+                newest = json.loads(lines[-1])
+                display.progress("warm start", newest["step"], config.sft.steps, f"loss {newest['loss']:.3f}")
+
+
+def _load_engines(run: Run) -> None:
+    """Give the model of the configuration to every engine host once it is up."""
+    deadline = time.monotonic() + run.config.engine.start_timeout_s + 120
+    while time.monotonic() < deadline:
+        run.cluster.check()
+        for engine in run.status().engines:
+            if engine.state == "waiting_weights":
+                client = BlockingClient(engine.address, run.cluster.run_id, "driver")
+                path = str(run.config.model.path.resolve())
+                timeout = run.config.engine.refresh_timeout_s
+                client.request(LoadFromDisk(path, 0, timeout), timeout=timeout + RPC_TIMEOUT_S, expect=Done)
+                client.close()
+        if any(e.state == "serving" for e in run.status().engines):
+            return run.wait_until_ready()
+        time.sleep(POLL_S)
+    raise RunFailed(f"no engine came up (logs: {run.cluster.log_dir})")
+
+
+def _identity(run_dir: Path, resume: Path | None) -> dict[str, Any]:
+    """Name of the run, kept over resumes (wandb continues under it), and how often it was started."""
+    file = run_dir / "run.json"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    identity = json.loads(file.read_text()) if resume and file.exists() else {"run_id": uuid.uuid4().hex[:12], "starts": 0}
+    identity["starts"] += 1
+    file.write_text(json.dumps(identity) + "\n")
+    return identity  # type: ignore[no-any-return]
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _write_evaluation(run_dir: Path, state: EvaluationState) -> None:
+    content = {name: getattr(state, name) for name in state.__struct_fields__}
+    (run_dir / f"evaluation_{state.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def _timed(minutes: dict[str, float], phase: str) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        minutes[phase] = minutes.get(phase, 0.0) + (time.monotonic() - began) / 60

@@ -1,0 +1,384 @@
+"""The coordinator: one asyncio process that hands out episodes, takes trajectories in and batches out.
+
+It never decodes a payload.  The book (`replay.book`) decides; this module is its sockets, clock and housekeeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl.config import RunConfig
+from megatron_webrl.replay.book import Book
+from megatron_webrl.replay.ledger import Ledger
+from megatron_webrl.replay.recorder import record_group
+from megatron_webrl.tasks import UniformSampler
+from megatron_webrl.trajectory import Group, Outcome
+from megatron_webrl.wire import Client, Message, Server, WireError
+from megatron_webrl.wire.messages import (
+    Assignments,
+    BeginTraining,
+    CheckpointDurable,
+    ClaimVersion,
+    Done,
+    EndRun,
+    Engines,
+    EngineStatus,
+    EvaluationProgress,
+    EvaluationState,
+    FetchGroups,
+    GetAssignments,
+    GetImages,
+    GetStatus,
+    Groups,
+    Images,
+    Lacking,
+    ListEngines,
+    Manifest,
+    ReleaseImages,
+    RetainImages,
+    StartEvaluation,
+    Status,
+    StepTrained,
+    StoreState,
+    StoreStatus,
+    SubmitTrajectory,
+    Submitted,
+    Take,
+    TrainingFinished,
+    Version,
+)
+
+log = logging.getLogger(__name__)
+
+ENGINE_SILENT_S = 5.0
+HOUSEKEEPING_S = 0.5
+STORE_TIMEOUT_S = 10.0
+STORE_HIGH_WATER = 0.8
+"""Share of the screenshot store in use above which no new group begins."""
+
+TRAINS = (Outcome.SUCCESS, Outcome.FAILURE)
+
+MetricsSink = Callable[[int, dict[str, float]], None]
+
+
+class AccountError(Exception):
+    """The ledger and the coordinator's state disagree: an attempt was lost or counted twice."""
+
+
+class Coordinator:
+    """Coordinator of a run.
+
+    resume_step: step of the checkpoint that the trainer resumes from; None for a fresh run.
+    log_metrics: called once a train step with its metrics; must not block.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        address: str,
+        store_address: str,
+        log_metrics: MetricsSink,
+        resume_step: int | None = None,
+    ) -> None:
+        self.config = config
+        self._run_dir = Path(config.run_dir)
+        self._ledger = Ledger(self._run_dir / "ledger.sqlite")
+        if resume_step is not None:
+            self._ledger.end_in_flight("lost_at_restart")
+            self._ledger.roll_back(resume_step)
+            self._ledger.commit()
+        sampler = UniformSampler(config.tasks, config.seed)
+        for _ in range(self._ledger.train_groups()):  # a resumed run goes on where the task order was
+            sampler.draw()
+        self.book = Book(
+            config.replay,
+            self._ledger,
+            sampler,
+            temperature=config.sampling.temperature,
+            deadline_s=config.agent.episode_deadline_s,
+            seed=config.seed,
+        )
+        self._store = Client(store_address, run_id, "coordinator")
+        self._log_metrics = log_metrics
+        self._engines: dict[str, tuple[EngineStatus, float]] = {}
+        self._workers: dict[str, float] = {}
+        self._changed = asyncio.Condition()
+        self._recordings: set[asyncio.Task[None]] = set()
+        self._step = resume_step or 0
+        self._version = -1
+        self._metrics: dict[str, float] = {}
+        self._lag_sum, self._lag_tokens, self._lag_max = 0.0, 0, 0
+        self._began: float | None = None
+        self._finished = self._stopping = False
+        handlers: dict[type[Message], Any] = {
+            GetAssignments: self._get_assignments,
+            SubmitTrajectory: self._submit,
+            Take: self._take,
+            FetchGroups: self._fetch_groups,
+            StepTrained: self._step_trained,
+            TrainingFinished: self._training_finished,
+            CheckpointDurable: self._checkpoint_durable,
+            ClaimVersion: self._claim_version,
+            ListEngines: self._list_engines,
+            EngineStatus: self._engine_status,
+            StartEvaluation: self._start_evaluation,
+            EvaluationProgress: self._evaluation_progress,
+            BeginTraining: self._begin_training,
+            GetStatus: self._get_status,
+            EndRun: self._end_run,
+        }
+        self._server = Server(address, run_id, handlers)
+
+    async def run(self) -> None:
+        """Serve until cancelled.  Raises AccountError if the account ever fails to balance."""
+        await self._server.start()
+        try:
+            while True:
+                await asyncio.sleep(HOUSEKEEPING_S)
+                self.book.expire(time.monotonic())
+                await self._after_change()
+                await self._watch_store()
+                self.check_account()
+                self._ledger.commit()
+        finally:
+            await self._server.close()
+            self._store.close()
+            self._ledger.close()
+
+    def check_account(self) -> None:
+        """Invariant 1: what the ledger calls in flight is what the state holds."""
+        account, in_flight = self._ledger.account(), self.book.in_flight()
+        if account.in_flight != in_flight:
+            raise AccountError(f"ledger: {account.in_flight} attempts in flight, state: {in_flight}")
+
+    # Workers --------------------------------------------------------------------------------------------------------
+
+    async def _get_assignments(self, _: str, m: GetAssignments) -> Assignments:
+        deadline = time.monotonic() + min(m.wait_s, self.config.replay.lease_s / 2)
+        revoked = self.book.renew(m.worker, m.session, m.running, time.monotonic())
+        while True:
+            self._workers[m.worker] = time.monotonic()
+            assignments = self.book.assign(m.worker, m.session, m.slots, time.monotonic()) if not self._stopping else []
+            left = deadline - time.monotonic()
+            if assignments or revoked or left <= 0 or m.slots <= 0:
+                return Assignments(assignments, revoked)
+            await self._wait_for_change(left)
+
+    async def _submit(self, _: str, m: SubmitTrajectory) -> Submitted:
+        trajectory = m.trajectory
+        key = trajectory.assignment.key
+        if trajectory.digests and trajectory.outcome in TRAINS and self.book.wants(key):
+            lacking = await self._store.request(
+                RetainImages(trajectory.digests), timeout=STORE_TIMEOUT_S, expect=Lacking
+            )
+            if lacking.digests:
+                return Submitted(False, "images_missing")
+            reason = self.book.submit(trajectory)
+            if reason != "accepted":  # it was lost while the store was asked
+                self.book.freed.extend(trajectory.digests)
+        else:
+            reason = self.book.submit(trajectory)
+        await self._after_change()
+        return Submitted(reason == "accepted", reason)
+
+    # Trainer --------------------------------------------------------------------------------------------------------
+
+    async def _take(self, _: str, m: Take) -> Manifest:
+        self._version = m.version
+        deadline = time.monotonic() + m.wait_s
+        while True:
+            waiting = [e.name for e in self._engine_list() if e.state == "waiting_weights"]
+            if self._stopping or waiting:
+                return Manifest(m.step, False, engines_waiting=waiting, stop=self._stopping)
+            if self._out_of_budget(m.step):
+                self.book.training_allowed = False
+                return Manifest(m.step, False, finished=True)
+            batch = self.book.take(m.step, m.version) if self._began is not None else None
+            if batch is not None:
+                await self._after_change()
+                return Manifest(m.step, True, batch[0], batch[1])
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Manifest(m.step, False)
+            await self._wait_for_change(left)
+
+    def _out_of_budget(self, step: int) -> bool:
+        limit = self.config.trainer.max_minutes
+        return step >= self.config.trainer.steps or (limit is not None and self._minutes() >= limit)
+
+    def _minutes(self) -> float:
+        return 0.0 if self._began is None else (time.monotonic() - self._began) / 60
+
+    async def _fetch_groups(self, _: str, m: FetchGroups) -> Groups:
+        return Groups(self.book.fetch(m.group_ids))
+
+    async def _step_trained(self, _: str, m: StepTrained) -> Done:
+        if m.step < self._step:
+            return Done()  # a repeat
+        self.book.trained(m.step, m.applied_updates)
+        self._step, self._version = m.step + 1, m.version
+        tokens = int(m.metrics.get("rollout/response_tokens", 0))
+        self._lag_sum += m.metrics.get("rollout/lag_mean", 0.0) * tokens
+        self._lag_tokens += tokens
+        self._lag_max = max(self._lag_max, int(m.metrics.get("rollout/lag_max", 0)))
+        self._metrics = dict(m.metrics)
+        status = self.status()
+        minutes = max(self._minutes(), 1e-9)
+        self._log_metrics(
+            self._step,
+            {
+                **m.metrics,
+                "run/version": m.version,
+                "run/minutes": minutes,
+                "rollout/success": status.success,
+                "rollout/mixed_share": status.mixed_share,
+                "rollout/trajectories": status.trajectories,
+                "rollout/trajectories_per_hour": status.trajectories / minutes * 60,
+                "replay/running_groups": status.running_groups,
+                "replay/queued_groups": status.queued_groups,
+                "account/issued": status.account.issued,
+                "account/trained": status.account.trained,
+                "account/in_flight": status.account.in_flight,
+                **{f"account/dropped/{reason}": n for reason, n in status.account.dropped.items()},
+            },
+        )
+        await self._after_change()
+        return Done()
+
+    async def _training_finished(self, _: str, m: TrainingFinished) -> Done:
+        self._finished = True
+        self._version = m.version
+        return Done()
+
+    async def _checkpoint_durable(self, _: str, m: CheckpointDurable) -> Done:
+        self._ledger.commit()
+        return Done()
+
+    async def _claim_version(self, _: str, m: ClaimVersion) -> Version:
+        return Version(self._ledger.claim_version())
+
+    # Engines --------------------------------------------------------------------------------------------------------
+
+    def _engine_list(self) -> list[EngineStatus]:
+        now = time.monotonic()
+        for name, (status, heard) in self._engines.items():
+            if now - heard > ENGINE_SILENT_S and status.state != "dead":
+                status.state = "dead"
+                log.warning("engine host %s is silent for %.0f s", name, now - heard)
+        return [status for status, _ in self._engines.values()]
+
+    async def _list_engines(self, _: str, m: ListEngines) -> Engines:
+        return Engines(self._engine_list())
+
+    async def _engine_status(self, _: str, m: EngineStatus) -> Done:
+        old = self._engines.get(m.name)
+        self._engines[m.name] = (m, time.monotonic())
+        if old is None or old[0].state != m.state:
+            log.info("engine host %s: %s, version %d", m.name, m.state, m.version)
+            await self._notify()
+        return Done()
+
+    # Driver ---------------------------------------------------------------------------------------------------------
+
+    async def _start_evaluation(self, _: str, m: StartEvaluation) -> Done:
+        self.book.begin_evaluation(m.name, m.tasks, m.temperature)
+        await self._notify()
+        return Done()
+
+    async def _evaluation_progress(self, _: str, m: EvaluationProgress) -> EvaluationState:
+        return self.book.evaluation(m.name)
+
+    async def _begin_training(self, _: str, m: BeginTraining) -> Done:
+        if self._began is None:
+            self._began = time.monotonic()
+            self.book.training_allowed = True
+            await self._notify()
+        return Done()
+
+    async def _get_status(self, _: str, m: GetStatus) -> Status:
+        return self.status()
+
+    async def _end_run(self, _: str, m: EndRun) -> Status:
+        self._stopping = True
+        self.book.end()
+        self._ledger.commit()
+        await self._notify()
+        return self.status()
+
+    def status(self) -> Status:
+        """What the live display shows."""
+        now = time.monotonic()
+        return Status(
+            step=self._step,
+            version=self._version,
+            finished=self._finished,
+            minutes=self._minutes(),
+            lag_mean=self._lag_sum / self._lag_tokens if self._lag_tokens else 0.0,
+            lag_max=self._lag_max,
+            workers=sum(now - heard < self.config.replay.lease_s for heard in self._workers.values()),
+            engines=self._engine_list(),
+            metrics=self._metrics,
+            **self.book.status(),
+        )
+
+    # Housekeeping ---------------------------------------------------------------------------------------------------
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(min(seconds, 1.0)), self._changed:
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _after_change(self) -> None:
+        """Record what completed, give back what was freed, wake those who wait."""
+        completed, self.book.completed = self.book.completed, []
+        freed, self.book.freed = self.book.freed, []
+        for group in completed:
+            if group.group_id % self.config.observe.record_every == 0:
+                task = asyncio.create_task(self._record(group, freed))
+                freed = []
+                self._recordings.add(task)
+                task.add_done_callback(self._recordings.discard)
+        await self._release(freed)
+        await self._notify()
+
+    async def _record(self, group: Group, freed: list[str]) -> None:
+        """Write one group's files, then release what was freed with it."""
+        digests = sorted({d for t in group.trajectories for d in t.digests})
+        try:
+            images = await self._store.request(GetImages(digests), timeout=STORE_TIMEOUT_S, expect=Images)
+            await asyncio.to_thread(record_group, self._run_dir / "trajectories", group, images.images)
+        except (WireError, OSError) as error:
+            log.warning("group %d could not be recorded: %s", group.group_id, error)
+        await self._release(freed)
+
+    async def _release(self, digests: list[str]) -> None:
+        if not digests:
+            return
+        try:
+            await self._store.request(ReleaseImages(digests), timeout=STORE_TIMEOUT_S, expect=Done)
+        except WireError as error:  # kept for the next turn; the store may just be restarting
+            self.book.freed.extend(digests)
+            log.warning("screenshots not released yet: %s", error)
+
+    async def _watch_store(self) -> None:
+        try:
+            state = await self._store.request(StoreStatus(), timeout=STORE_TIMEOUT_S, expect=StoreState)
+            self.book.full = state.bytes > STORE_HIGH_WATER * state.limit_bytes
+        except WireError as error:
+            self.book.full = True
+            log.warning("screenshot store: %s; no new groups until it answers", error)
+
+

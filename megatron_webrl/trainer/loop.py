@@ -1,0 +1,360 @@
+"""The trainer's life: take a batch, train, publish, again; until the coordinator says stop.
+
+Rank 0 talks to the coordinator and decides; what it decides is broadcast, so that all ranks enter the same collectives.
+After every refresh each engine answers one prompt, and before the next update its logprobs are compared with the
+trainer's on the same tokens: an engine that does not hold the published weights ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_webrl.config import RunConfig
+from megatron_webrl.observe import Tracer
+from megatron_webrl.processor import Processor
+from megatron_webrl.trainer.batch import Row
+from megatron_webrl.trainer.policy import PolicyTrainer
+from megatron_webrl.trainer.refresh import WeightPublisher
+from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
+from megatron_webrl.wire import BlockingClient, WireError
+from megatron_webrl.wire.messages import (
+    CheckpointDurable,
+    ClaimVersion,
+    Done,
+    Engines,
+    EngineStatus,
+    FetchGroups,
+    Generate,
+    Generated,
+    GetImages,
+    Groups,
+    Images,
+    ListEngines,
+    Manifest,
+    NeedImages,
+    StepTrained,
+    Take,
+    TrainingFinished,
+    Version,
+)
+
+log = logging.getLogger(__name__)
+
+TAKE_WAIT_S = 2.0
+RPC_TIMEOUT_S = 30.0
+RETRY_S = 0.5
+PROBE_TIMEOUT_S = 30.0
+
+
+class LogprobMismatch(Exception):
+    """An engine does not sample from the weights that the trainer published."""
+
+
+class BatchTimeout(Exception):
+    """No batch came within replay.take_timeout_s."""
+
+
+class _Prompt(NamedTuple):
+    """What an engine is asked after a refresh: a prompt that it was asked before."""
+
+    prompt_ids: bytes
+    refs: list[ImageRef]
+    images: dict[str, bytes]
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint that holds `step` finished train steps."""
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest whole checkpoint of a run (saving renames, so one with its final name is whole)."""
+    return max((run_dir / "checkpoints").glob("step-[0-9]*[0-9]"), default=None)
+
+
+class TrainerLoop:
+    """One rank of the trainer.  resume: checkpoint to start from, None for the model of the configuration."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        coordinator_address: str,
+        store_address: str,
+        resume: Path | None,
+        tracer: Tracer,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self._run_dir = Path(config.run_dir)
+        self._run_id = run_id
+        self._tracer = tracer
+        self._coordinator = BlockingClient(coordinator_address, run_id, f"trainer-{rank}")
+        self._store = BlockingClient(store_address, run_id, f"trainer-{rank}")
+        self._trainer = PolicyTrainer(
+            config,
+            rank=rank,
+            world_size=world_size,
+            master_address=master_address,
+            master_port=master_port,
+            total_steps=config.trainer.steps,
+        )
+        self._processor = Processor.load(config.model.path)
+        self._publisher = (
+            WeightPublisher(
+                self._coordinator,
+                run_id,
+                backend="nccl" if self._trainer.device.type == "cuda" else "gloo",
+                timeout_s=config.engine.refresh_timeout_s,
+            )
+            if rank == 0
+            else None
+        )
+        self._threads = ThreadPoolExecutor(1, "probe")
+        self._probe: Future[list[tuple[str, Row]]] | None = None
+        self._prompt: _Prompt | None = None
+        self._weights: list[tuple[str, Any]] | None = None
+        self._waiting_since = time.monotonic()
+        self.step, self.version = 0, -1
+        if resume is not None:
+            self.step = int(self._trainer.load(resume)["step"])
+            log.info("resumed from %s: %d steps done", resume, self.step)
+
+    def run(self) -> None:
+        """Train until the coordinator says stop.  Raises BatchTimeout, LogprobMismatch, and what the parts raise."""
+        try:
+            self._publish_new_version()
+            saved = finished = False
+            while True:
+                order, manifest = self._next_order()
+                if order == "stop":
+                    return
+                if order == "refresh":
+                    self._publish_again()
+                elif order == "train":
+                    self._train(manifest)
+                    saved = self.step % self.config.trainer.checkpoint_every == 0
+                    if saved:
+                        self._save()
+                elif order == "finish" and not finished:
+                    if not saved:
+                        self._save()
+                    self._trainer.save_hf(self._run_dir / "model_final")
+                    finished = True
+                    if self.rank == 0:
+                        self._tell(TrainingFinished(self.step, self.version))
+                elif order == "finish":
+                    time.sleep(RETRY_S)
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            if self._publisher is not None:
+                self._publisher.close()
+            self._trainer.close()
+            self._coordinator.close()
+            self._store.close()
+
+    # Orders ---------------------------------------------------------------------------------------------------------
+
+    def _next_order(self) -> tuple[str, Manifest]:
+        """What all ranks do next: wait, refresh, train, finish or stop."""
+        if self.rank != 0:
+            return self._share(None)  # type: ignore[no-any-return]
+        with self._tracer.span("wait for groups", lane="trainer"):
+            manifest = self._coordinator.request(
+                Take(self.step, self.version, TAKE_WAIT_S), timeout=TAKE_WAIT_S + RPC_TIMEOUT_S, expect=Manifest
+            )
+        if manifest.stop:
+            order = "stop"
+        elif manifest.engines_waiting:
+            order = "refresh"
+        elif manifest.finished:
+            order = "finish"
+        else:
+            order = "train" if manifest.ready else "wait"
+        if order in ("train", "finish"):
+            self._waiting_since = time.monotonic()
+        elif time.monotonic() - self._waiting_since > self.config.replay.take_timeout_s:
+            raise BatchTimeout(
+                f"no batch of {self.config.replay.groups_per_step} groups in replay.take_timeout_s="
+                f"{self.config.replay.take_timeout_s:.0f} s: see the logs of workers and engines"
+            )
+        return self._share((order, manifest))  # type: ignore[no-any-return]
+
+    def _share(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if dist.get_world_size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _tell(self, message: Any) -> None:
+        self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=Done)
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def _train(self, manifest: Manifest) -> None:
+        probe = self._check_probe()
+        started = time.time()
+        report = self._trainer.train_step(
+            manifest.group_ids, self._fetch_groups, self._fetch_images, version=self.version
+        )
+        metrics = dict(report.metrics) | probe
+        self._trace_phases(started, metrics)
+        self._check_logprobs(metrics.get("engine/logprob_diff_max", 0.0), "tokens of the newest version in the batch")
+        self._prepare_probe(manifest.group_ids)
+        step, self.step = self.step, self.step + 1
+        if report.applied_updates:
+            metrics["time/refresh_s"] = self._publish_new_version()
+        if self.rank == 0:
+            metrics["time/step_s"] = time.time() - started
+            self._tell(StepTrained(step, self.version, report.applied_updates, metrics))
+            log.info("step %d: %s", self.step, {k: round(v, 5) for k, v in metrics.items()})
+
+    def _trace_phases(self, started: float, metrics: dict[str, float]) -> None:
+        """The phases of a step follow each other: spans from their durations."""
+        for phase in ("data", "prox", "update"):
+            seconds = metrics.get(f"time/{phase}_s", 0.0)
+            self._tracer.record(phase, "trainer", started, started + seconds, step=self.step)
+            started += seconds
+
+    def _fetch_groups(self, group_ids: list[int]) -> list[Group]:
+        return self._coordinator.request(FetchGroups(group_ids), timeout=RPC_TIMEOUT_S, expect=Groups).groups
+
+    def _fetch_images(self, digests: list[str]) -> dict[str, bytes]:
+        reply = self._store.request(GetImages(digests), timeout=RPC_TIMEOUT_S, expect=Images)
+        if reply.missing:
+            raise RuntimeError(f"{len(reply.missing)} screenshots of the batch are not in the store: {reply.missing[:3]}")
+        return reply.images
+
+    # Publishing -----------------------------------------------------------------------------------------------------
+
+    def _publish_new_version(self) -> float:
+        """Export, claim a version, refresh the engines.  Returns the seconds that engines stood still."""
+        self._weights = self._trainer.export()
+        if self.rank == 0:
+            claimed = self._coordinator.request(ClaimVersion(), timeout=RPC_TIMEOUT_S, expect=Version)
+            self.version = claimed.version
+        self.version = self._share(self.version)
+        return self._publish_again()
+
+    def _publish_again(self) -> float:
+        """Refresh every engine that is up with the newest weights."""
+        if self._publisher is None:
+            return 0.0
+        assert self._weights is not None
+        with self._tracer.span("refresh", lane="trainer", version=self.version):
+            report = self._publisher.publish(self.version, self._weights)
+        if report.failed:
+            log.warning("version %d: refresh failed at %s, they start again", self.version, report.failed)
+        if not report.hosts:
+            time.sleep(RETRY_S)
+        self._start_probe(report.hosts)
+        return float(report.seconds)
+
+    def _save(self) -> None:
+        with self._tracer.span("checkpoint", lane="trainer", step=self.step):
+            self._trainer.save(checkpoint_path(self._run_dir, self.step), {"step": self.step, "version": self.version})
+        if self.rank == 0:
+            self._tell(CheckpointDurable(self.step))
+            saved = sorted((self._run_dir / "checkpoints").glob("step-[0-9]*[0-9]"))
+            for old in saved[: -self.config.trainer.keep_checkpoints]:
+                shutil.rmtree(old)
+
+    # Engine = trainer? ----------------------------------------------------------------------------------------------
+
+    def _prepare_probe(self, group_ids: list[int]) -> None:
+        """Keep the first prompt of the batch to ask engines with, once."""
+        if self.rank != 0 or self._prompt is not None:
+            return
+        for trajectory in self._fetch_groups(group_ids[:1])[0].trajectories:
+            if steps := decode_steps(trajectory.payload):
+                refs = steps[0].images
+                self._prompt = _Prompt(steps[0].prompt_ids, refs, self._fetch_images([r.digest for r in refs]))
+                return
+
+    def _start_probe(self, hosts: list[str]) -> None:
+        """Ask every refreshed engine for one reply, in the background."""
+        if self._prompt is None or not hosts:
+            return
+        engines = self._coordinator.request(ListEngines(), timeout=RPC_TIMEOUT_S, expect=Engines).hosts
+        chosen = [e for e in engines if e.name in hosts]
+        self._probe = self._threads.submit(self._ask_engines, self._prompt, chosen, self.version)
+
+    def _ask_engines(self, prompt: _Prompt, engines: list[EngineStatus], version: int) -> list[tuple[str, Row]]:
+        replies = []
+        for engine in engines:
+            client = BlockingClient(engine.address, self._run_id, "probe")
+            request = Generate(
+                prompt_ids=prompt.prompt_ids,
+                digests=[r.digest for r in prompt.refs],
+                images=prompt.images,
+                max_new_tokens=self.config.sampling.max_new_tokens,
+                temperature=self.config.sampling.temperature,
+                seed=version,
+                banned_ids=pack(self._processor.banned_ids(), INT32),
+                stop_ids=pack(self._processor.stop_ids(), INT32),
+                deadline_s=PROBE_TIMEOUT_S,
+            )
+            try:
+                reply = client.request(request, timeout=PROBE_TIMEOUT_S + 5, expect=(Generated, NeedImages))
+            except WireError as error:  # it died since: the refresh of its successor is checked instead
+                log.warning("probe of %s: %s", engine.name, error)
+                continue
+            finally:
+                client.close()
+            if isinstance(reply, Generated) and set(unpack(reply.versions, INT32)) == {version}:
+                replies.append((engine.name, _row(prompt, reply)))
+        return replies
+
+    def _check_probe(self) -> dict[str, float]:
+        """Largest |engine − trainer| logprob of the replies since the last refresh; collective."""
+        replies: list[tuple[str, Row]] = []
+        if self._probe is not None:
+            replies, self._probe = self._probe.result(timeout=2 * PROBE_TIMEOUT_S), None
+        replies = self._share(replies)
+        if not replies:
+            return {}
+        images = self._prompt.images if self._prompt is not None else {}
+        ours = self._trainer.logprobs([row for _, row in replies], lambda digests: {d: images[d] for d in digests})
+        largest = 0.0
+        for (name, row), logprobs in zip(replies, ours, strict=True):
+            diff = float(np.abs(logprobs - row.behave_logprobs).max())
+            self._check_logprobs(diff, f"reply of engine host {name} after the refresh to version {self.version}")
+            largest = max(largest, diff)
+        return {"engine/refresh_logprob_diff_max": largest, "engine/refresh_probes": float(len(replies))}
+
+    def _check_logprobs(self, diff: float, where: str) -> None:
+        bound = self.config.trainer.max_logprob_diff
+        if bound is None and self.config.trainer.dtype == "float32":
+            bound = 1e-3
+        if bound is not None and not diff <= bound:
+            raise LogprobMismatch(
+                f"|engine − trainer| logprob {diff:.2e} exceeds trainer.max_logprob_diff={bound:g} ({where}): the engine "
+                "does not hold the published weights, or its numerics differ"
+            )
+
+
+def _row(prompt: _Prompt, reply: Generated) -> Row:
+    return Row(
+        prompt_ids=unpack(prompt.prompt_ids, INT32),
+        images=prompt.refs,
+        response_ids=unpack(reply.response_ids, INT32),
+        behave_logprobs=unpack(reply.logprobs, FLOAT32),
+        versions=unpack(reply.versions, INT32),
+        advantage=0.0,
+        group_id=-1,
+    )
