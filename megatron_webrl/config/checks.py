@@ -29,7 +29,9 @@ def model_shape(path: Path) -> ModelShape:
     try:
         data = json.loads(file.read_text())
         if data.get("model_type") != "qwen3_vl":
-            raise UserError(f"model.path={path} holds a {data.get('model_type')!r}: only dense Qwen3-VL (qwen3_vl) is supported")
+            raise UserError(
+                f"model.path={path} holds a {data.get('model_type')!r}: only dense Qwen3-VL (qwen3_vl) is supported"
+            )
         text, vision = data["text_config"], data["vision_config"]
         return ModelShape(
             heads=text["num_attention_heads"],
@@ -40,7 +42,7 @@ def model_shape(path: Path) -> ModelShape:
         )
     except OSError:
         raise UserError(f"model.path={path} has no config.json: give a Hugging Face directory of a Qwen3-VL") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"model.path={path}: config.json is malformed ({error!r}): fetch the model again") from None
 
 
@@ -49,8 +51,12 @@ def check_files(config: RunConfig) -> ModelShape:
     path = config.model.path
     shape = model_shape(path)
     for name in ("tokenizer.json", "preprocessor_config.json"):
-        if not (path / name).exists() and not (name == "preprocessor_config.json" and (path / "processor_config.json").exists()):
-            raise UserError(f"model.path={path} has no {name}: copy the tokenizer and processor files next to the weights")
+        if not (path / name).exists() and not (
+            name == "preprocessor_config.json" and (path / "processor_config.json").exists()
+        ):
+            raise UserError(
+                f"model.path={path} has no {name}: copy the tokenizer and processor files next to the weights"
+            )
     if not list(path.glob("*.safetensors")):
         raise UserError(f"model.path={path} has no *.safetensors: give a complete Hugging Face directory")
     parallel = config.trainer.parallel

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -33,12 +33,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if not equals or not key.strip():
             raise UserError(f"override {override!r}: write it as key=value, for example replay.eta=1")
     try:
-        merged = OmegaConf.merge(OmegaConf.create(text or "{}"), OmegaConf.from_dotlist(list(overrides)))
-        data = OmegaConf.to_container(merged, resolve=True)
+        parsed = OmegaConf.create(text or "{}")
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise UserError(f"configuration {path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"configuration {path}: the top level is a {type(data).__name__}: give a mapping of sections")
+    if not isinstance(parsed, DictConfig):
+        raise UserError(f"configuration {path}: the top level is a list: give a mapping of sections")
+    try:
+        data = OmegaConf.to_container(OmegaConf.merge(parsed, OmegaConf.from_dotlist(list(overrides))), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        said = f"configuration {path} with {' '.join(overrides)}" if overrides else f"configuration {path}"
+        raise UserError(f"{said}: not readable as YAML: {' '.join(str(error).split())}") from None
+    assert isinstance(data, dict)
     return validate(data, str(path))
 
 
@@ -73,10 +78,12 @@ def _section(location: Sequence[Any]) -> type[BaseModel]:
     section: Any = RunConfig
     for part in location:
         annotation = section.model_fields[part].annotation
-        section = next((a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        section = next(
+            (a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)), None
+        )
         if section is None:
             return RunConfig
-    return section  # type: ignore[no-any-return]
+    return section
 
 
 def dump(config: RunConfig) -> str:

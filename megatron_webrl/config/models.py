@@ -65,6 +65,8 @@ class AgentConfig(Section):
     """Newest screenshots in the prompt, the present one included."""
     max_prompt_tokens: int = Field(default=12_288, gt=0)
     """A longer prompt, images expanded, ends the episode as failure (context overflow)."""
+    coordinate_step: int = Field(default=1, gt=0, le=100)
+    """Coordinates of demonstrations (0 to 1000) are rounded to multiples of it; coarse ones are easier for tiny models."""
     episode_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds that an episode's own steps may take; waiting for an engine is not counted."""
 
@@ -256,7 +258,13 @@ class SftConfig(Section):
     batch_size: int = Field(default=16, gt=0)
     """Rows (steps of demonstrations) an update, over all data-parallel ranks."""
     optimizer: OptimizerConfig = OptimizerConfig(
-        lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01, clip_grad=0.13, schedule="cosine", warmup_steps=50, min_lr_ratio=0.05
+        lr=2e-3,
+        betas=(0.9, 0.99),
+        weight_decay=0.01,
+        clip_grad=0.13,
+        schedule="cosine",
+        warmup_steps=50,
+        min_lr_ratio=0.05,
     )
 
 
@@ -315,7 +323,9 @@ class RunConfig(Section):
             )
         view, viewport = self.browser.view, self.browser.viewport
         if view[0] > viewport[0] or view[1] > viewport[1]:
-            raise ValueError(f"browser.screenshot={list(view)} exceeds browser.viewport={list(viewport)}: enlarge the viewport")
+            raise ValueError(
+                f"browser.screenshot={list(view)} exceeds browser.viewport={list(viewport)}: enlarge the viewport"
+            )
         held_out = (self.tasks.held_out_seeds[1] - self.tasks.held_out_seeds[0]) * len(self.tasks.names)
         if self.evaluation.episodes > held_out:
             raise ValueError(

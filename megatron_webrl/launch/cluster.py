@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from megatron_webrl.processes import MARK, reap
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 10.0
 
 
@@ -34,38 +34,42 @@ class _Process:
         os.environ.update(environment)
         os.environ[MARK] = f"{run_id}/{name}"
         reap(f"{run_id}/{name}")  # what an earlier process of this role left behind
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        Path(log_file).with_suffix(".pid").write_text(f"{os.getpid()}\n")
         out = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def pid(self) -> int:
-        return os.getpid()
+        self.stopping = threading.Event()
+        self.cancel: Callable[[], Any] | None = None
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         try:
             if inspect.iscoroutinefunction(function):
                 with contextlib.suppress(asyncio.CancelledError):
-                    asyncio.run(self._cancellable(function, arguments))
+                    asyncio.run(_cancellable(self, function, arguments))
             else:
                 function(**arguments)
         except BaseException:
             log.exception("%s failed", function.__name__)
             raise
 
-    async def _cancellable(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        await function(**arguments)
-
     def stop(self) -> None:
         """Cancel an asyncio role, so that it closes what it opened."""
-        if self._loop is not None and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.stopping.set()
+        if self.cancel is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                self.cancel()
+
+
+async def _cancellable(process: _Process, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Not a method: Ray would run an actor with async methods in an event loop of its own."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    process.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+    if not process.stopping.is_set():
+        await function(**arguments)
 
 
 class Role:
@@ -81,18 +85,18 @@ class Role:
         self.restarts_left = restarts
         self.actor: Any = None
         self.result: Any = None
-        self.pid = 0
 
 
 class Cluster:
     """A local Ray that belongs to one run.  Use as a context manager: leaving it ends every process, whatever happened.
 
-    run_id: mark of all processes; log_dir: one file a role; threads: OMP_NUM_THREADS of roles that set none.
+    run_id: mark of all processes; log_dir: ROLE.log and ROLE.pid of each.
     """
 
     def __init__(self, run_id: str, log_dir: Path) -> None:
         self.run_id = run_id
         self.log_dir = log_dir.resolve()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         self.directory = Path(tempfile.mkdtemp(prefix="mwebrl-"))  # short: Unix sockets have 107 characters
         self.roles: dict[str, Role] = {}
 
@@ -102,6 +106,8 @@ class Cluster:
                 MARK: f"{self.run_id}/ray",
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_DISABLE_IMPORT_WARNING": "1",
+                "RAY_worker_niceness": "0",  # Ray would give way to every other process of the machine (15)
+                "RAY_memory_monitor_refresh_ms": "0",  # a role killed by Ray for memory would look like a fault
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
                 "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             }
@@ -155,9 +161,7 @@ class Cluster:
         log_file = str(self.log_dir / f"{role.name}.log")
         process = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Process)
         role.actor = process.remote(self.run_id, role.name, log_file, environment)
-        role.pid = ray.get(role.actor.pid.remote(), timeout=START_TIMEOUT_S)
         role.result = role.actor.run.remote(role.function, role.arguments)
-        (self.log_dir / f"{role.name}.pid").write_text(f"{role.pid}\n")
 
     def check(self, *, may_end: tuple[str, ...] = ()) -> list[str]:
         """Look at every role once; restart what died and may be restarted.  Returns the names of those that ended
@@ -172,8 +176,7 @@ class Cluster:
             try:
                 ray.get(reference, timeout=10)
             except Exception as error:
-                why = str(getattr(error, "cause", None) or error).strip().splitlines()
-                reason = why[-1] if why else type(error).__name__
+                reason = _reason(error)
                 if not role.restarts_left:
                     raise RoleDied(f"{role.name} died: {reason} (log: {self.log_dir / role.name}.log)") from None
                 role.restarts_left -= 1
@@ -220,6 +223,16 @@ class Cluster:
         for prefix in ("worker", "engine", "trainer", "coordinator", "store", ""):
             if any(name.startswith(prefix) for name in self.roles):
                 self.stop(prefix)
+
+
+def _reason(error: Exception) -> str:
+    """Why a role ended, in one line."""
+    from ray.exceptions import RayActorError
+
+    if isinstance(error, RayActorError):
+        return "its process was killed"
+    cause = getattr(error, "cause", None) or error
+    return " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
 
 
 def free_port() -> int:

@@ -109,7 +109,7 @@ def trainer(
 def sft(
     config: RunConfig, *, rank: int, master_address: str, master_port: int, demonstrations: Path, output: Path
 ) -> None:
-    from megatron_webrl.trainer.sft import run_sft
+    from megatron_webrl.trainer.warm_start import run_sft
 
     run_sft(
         config,

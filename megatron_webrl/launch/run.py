@@ -17,6 +17,7 @@ from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, count_gpus, describe, place
+from megatron_webrl.run_directory import checkpoint_step, newest_checkpoint
 from megatron_webrl.wire import BlockingClient, RequestTimeout
 from megatron_webrl.wire.messages import (
     BeginTraining,
@@ -167,7 +168,7 @@ def started(config: RunConfig, display: Display, *, resume: Path | None = None, 
                 **common,
                 "address": address["coordinator"],
                 "store_address": address["store"],
-                "resume_step": _step_of(resume) if resume else None,
+                "resume_step": checkpoint_step(resume) if resume else None,
                 "wandb_id": identity["run_id"],
             },
         )
@@ -205,8 +206,6 @@ def started(config: RunConfig, display: Display, *, resume: Path | None = None, 
 
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
-    from megatron_webrl.trainer.loop import newest_checkpoint
-
     run_dir = Path(config.run_dir)
     checkpoint = newest_checkpoint(run_dir) if resume else None
     if resume and checkpoint is None:
@@ -305,10 +304,6 @@ def _identity(run_dir: Path, resume: Path | None) -> dict[str, Any]:
     identity["starts"] += 1
     file.write_text(json.dumps(identity) + "\n")
     return identity  # type: ignore[no-any-return]
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _write_evaluation(run_dir: Path, state: EvaluationState) -> None:

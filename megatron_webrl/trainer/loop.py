@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
 from megatron_webrl.processor import Processor
+from megatron_webrl.run_directory import checkpoint_path, checkpoints
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.refresh import WeightPublisher
@@ -70,16 +71,6 @@ class _Prompt(NamedTuple):
     images: dict[str, bytes]
 
 
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Folder of the checkpoint that holds `step` finished train steps."""
-    return run_dir / "checkpoints" / f"step-{step:06d}"
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest whole checkpoint of a run (saving renames, so one with its final name is whole)."""
-    return max((run_dir / "checkpoints").glob("step-[0-9]*[0-9]"), default=None)
-
-
 class TrainerLoop:
     """One rank of the trainer.  resume: checkpoint to start from, None for the model of the configuration."""
 
@@ -117,7 +108,7 @@ class TrainerLoop:
             WeightPublisher(
                 self._coordinator,
                 run_id,
-                backend="nccl" if self._trainer.device.type == "cuda" else "gloo",
+                backend="nccl" if self._trainer.layout.device.type == "cuda" else "gloo",
                 timeout_s=config.engine.refresh_timeout_s,
             )
             if rank == 0
@@ -270,8 +261,7 @@ class TrainerLoop:
             self._trainer.save(checkpoint_path(self._run_dir, self.step), {"step": self.step, "version": self.version})
         if self.rank == 0:
             self._tell(CheckpointDurable(self.step))
-            saved = sorted((self._run_dir / "checkpoints").glob("step-[0-9]*[0-9]"))
-            for old in saved[: -self.config.trainer.keep_checkpoints]:
+            for old in checkpoints(self._run_dir)[: -self.config.trainer.keep_checkpoints]:
                 shutil.rmtree(old)
 
     # Engine = trainer? ----------------------------------------------------------------------------------------------

@@ -1,0 +1,236 @@
+"""One episode: observe, ask the policy, act, until the page, the horizon or a fault ends it."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from megatron_webrl.agent.generate import Generate
+from megatron_webrl.agent.prompt import PastStep, build_prompt
+from megatron_webrl.agent.reply import MalformedReply, parse_reply
+from megatron_webrl.browser import BrowserFault, PageError, PageTimeout
+from megatron_webrl.config import RunConfig
+from megatron_webrl.engine import EngineUnreachable
+from megatron_webrl.processor import Processor
+from megatron_webrl.tasks import Episode, Observation
+from megatron_webrl.trajectory import (
+    INT32,
+    Assignment,
+    ImageRef,
+    Outcome,
+    Step,
+    Trajectory,
+    encode_steps,
+    image_digest,
+    pack,
+    unpack,
+)
+from megatron_webrl.wire.messages import Generated
+
+log = logging.getLogger(__name__)
+
+SEED_STRIDE = 1_000_003
+"""Between the sampler seeds of an episode's steps."""
+
+
+class Trace(Protocol):
+    """`observe.Tracer` is one."""
+
+    def span(self, name: str, lane: str, **args: Any) -> AbstractContextManager[Any]: ...
+
+
+class EpisodeResult(NamedTuple):
+    """What ended, and the screenshots that it refers to, by digest."""
+
+    trajectory: Trajectory
+    images: dict[str, bytes]
+
+
+class _Ended(NamedTuple):
+    outcome: Outcome
+    reason: str
+    reward: float = 0.0
+
+
+async def run_episode(
+    assignment: Assignment,
+    episode: Episode,
+    generate: Generate,
+    processor: Processor,
+    config: RunConfig,
+    *,
+    worker: str = "",
+    trace: Trace | None = None,
+    lane: str = "",
+) -> EpisodeResult:
+    """Run one attempt to its end; raises only CancelledError.
+
+    The trajectory of a fault or of the environment's failure carries no steps and no screenshots, only their count.
+    Reasons: solved; wrong, answered, horizon, malformed, deadline, context_overflow (the policy's own doing);
+    browser_crash, engine_unreachable, agent_error (faults); page_timeout, page_error (the environment's).
+    """
+    run = _Run(assignment, episode, generate, processor, config, trace, lane)
+    started_at = time.time()
+    with trace.span("episode", lane, task=assignment.task.task_id) if trace else nullcontext():
+        try:
+            ended = await run.steps_to_end()
+        except EngineUnreachable as error:
+            ended = _fault(Outcome.FAULT, "engine_unreachable", error)
+        except BrowserFault as error:
+            ended = _fault(Outcome.FAULT, "browser_crash", error)
+        except PageTimeout as error:
+            ended = _fault(Outcome.ENVIRONMENT, "page_timeout", error)
+        except PageError as error:
+            ended = _fault(Outcome.ENVIRONMENT, "page_error", error)
+        except Exception:  # a mistake of ours must not train as the policy's failure
+            log.exception("%s: the agent failed", assignment.task.task_id)
+            ended = _Ended(Outcome.FAULT, "agent_error")
+        finally:
+            await episode.close()
+    trains = ended.outcome in (Outcome.SUCCESS, Outcome.FAILURE)
+    versions = [v for step in run.steps for v in unpack(step.versions, INT32).tolist()]
+    trajectory = Trajectory(
+        assignment=assignment,
+        outcome=ended.outcome,
+        reason=ended.reason,
+        reward=ended.reward,
+        num_steps=len(run.steps),
+        response_tokens=len(versions),
+        min_version=min(versions, default=-1),
+        max_version=max(versions, default=-1),
+        digests=list(run.images) if trains else [],
+        worker=worker,
+        started_at=started_at,
+        finished_at=time.time(),
+        payload=encode_steps(run.steps if trains else []),
+    )
+    return EpisodeResult(trajectory, run.images if trains else {})
+
+
+def _fault(outcome: Outcome, reason: str, error: Exception) -> _Ended:
+    log.warning("%s: %s", reason, error)
+    return _Ended(outcome, reason)
+
+
+class _Run:
+    """State of an episode that runs."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        episode: Episode,
+        generate: Generate,
+        processor: Processor,
+        config: RunConfig,
+        trace: Trace | None,
+        lane: str,
+    ) -> None:
+        self.steps: list[Step] = []
+        self.images: dict[str, bytes] = {}
+        """Screenshots that the steps refer to."""
+        self._assignment = assignment
+        self._episode = episode
+        self._generate = generate
+        self._processor = processor
+        self._config = config
+        self._trace = trace
+        self._lane = lane
+        self._window: list[ImageRef] = []
+        self._past: list[PastStep] = []
+        self._spent_s = 0.0
+        """Of the episode's own time: waiting for an engine is not counted."""
+
+    async def steps_to_end(self) -> _Ended:
+        began = time.monotonic()
+        observation = await self._episode.reset()
+        observe_s = time.monotonic() - began
+        while True:
+            self._spent_s += observe_s
+            image = self._see(observation.screenshot)
+            prompt_ids = self._processor.encode(
+                build_prompt(self._config.agent, observation.utterance, self._past, len(self._window))
+            )
+            tokens = len(prompt_ids) + sum(self._processor.image_tokens(i.grid) - 1 for i in self._window)
+            if tokens > self._config.agent.max_prompt_tokens:
+                return _Ended(Outcome.FAILURE, "context_overflow")
+            step = await self._ask(prompt_ids, observation)
+            self.images[image.digest] = observation.screenshot
+            self.steps.append(step)
+            step.act_s = observe_s
+            try:
+                step.action = self._parse(step)
+            except MalformedReply as error:
+                step.error = str(error)
+            if self._late():
+                return _Ended(Outcome.FAILURE, "deadline")
+            if step.action is not None:
+                began = time.monotonic()
+                acted = await self._episode.act(step.action)
+                step.error, act_s = acted.error, time.monotonic() - began
+                step.act_s += act_s
+                self._spent_s += act_s
+                if acted.done or step.action["action"] == "answer":
+                    step.changed = acted.done
+                    solved = acted.done and acted.reward > 0
+                    reason = "solved" if solved else "wrong" if acted.done else "answered"
+                    return _Ended(Outcome.SUCCESS if solved else Outcome.FAILURE, reason, acted.reward)
+            if len(self.steps) >= self._assignment.task.horizon:
+                malformed = all(s.action is None for s in self.steps)
+                return _Ended(Outcome.FAILURE, "malformed" if malformed else "horizon")
+            if self._late():
+                return _Ended(Outcome.FAILURE, "deadline")
+            began = time.monotonic()
+            if step.action is not None:
+                observation = await self._episode.observe()
+                step.changed = image_digest(observation.screenshot) != image.digest
+            observe_s = time.monotonic() - began
+            self._past.append(PastStep(step.title, step.action, step.changed, step.error))
+
+    def _see(self, screenshot: bytes) -> ImageRef:
+        """Move the window of screenshots on."""
+        width, height = struct.unpack(">II", screenshot[16:24])  # of PNG's first chunk
+        image = ImageRef(image_digest(screenshot), width, height, self._processor.grid(width, height))
+        self._window = [*self._window, image][-self._config.agent.history_images :]
+        return image
+
+    async def _ask(self, prompt_ids: list[int], observation: Observation) -> Step:
+        """Sample one reply; its step, not parsed yet.  Raises EngineUnreachable."""
+        window = list(self._window)
+        images = {i.digest: self.images.get(i.digest, observation.screenshot) for i in window}
+        seed = (self._assignment.seed + SEED_STRIDE * len(self.steps)) & 0x7FFFFFFF
+        began = time.monotonic()
+        with self._trace.span("generate", self._lane) if self._trace else nullcontext():
+            reply: Generated = await self._generate(
+                prompt_ids,
+                images,
+                seed=seed,
+                temperature=self._assignment.temperature,
+                timeout_s=self._config.engine.request_timeout_s,
+                digests=[i.digest for i in window],
+            )
+        generate_s = time.monotonic() - began
+        self._spent_s += max(0.0, generate_s - reply.waited_s)
+        return Step(
+            prompt_ids=pack(prompt_ids, INT32),
+            images=window,
+            response_ids=reply.response_ids,
+            logprobs=reply.logprobs,
+            versions=reply.versions,
+            finish_reason=reply.finish_reason,
+            text=self._processor.decode(unpack(reply.response_ids, INT32)),
+            action=None,
+            url=observation.url,
+            title=observation.title,
+            generate_s=generate_s,
+        )
+
+    def _parse(self, step: Step) -> dict[str, Any]:
+        if step.finish_reason == "length":
+            raise MalformedReply("the reply was too long and was cut")
+        return parse_reply(step.text)
+
+    def _late(self) -> bool:
+        return self._spent_s > self._assignment.deadline_s

@@ -1,0 +1,208 @@
+"""The browser worker: one Chromium, N slots, each running one episode after another, for ever.
+
+A slot is free again when its trajectory is acknowledged: its screenshots are in the store by then, and a restart of the
+worker misses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+
+from megatron_webrl.agent.episode import EpisodeResult, Trace, run_episode
+from megatron_webrl.browser import find_chromium
+from megatron_webrl.config import RunConfig
+from megatron_webrl.engine import GenerationClient
+from megatron_webrl.processor import Processor
+from megatron_webrl.tasks import MiniWob
+from megatron_webrl.trajectory import Assignment, Lane, Outcome, encode_steps
+from megatron_webrl.wire import Client, WireError
+from megatron_webrl.wire.messages import (
+    Assignments,
+    Done,
+    GetAssignments,
+    Lacking,
+    LackingImages,
+    PutImages,
+    Submitted,
+    SubmitTrajectory,
+)
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 5.0
+PUT_TIMEOUT_S = 40.0
+"""An upload waits for room in the store."""
+DELIVERY_DEADLINE_S = 300.0
+"""After so many seconds of failed deliveries the attempt is given up; its lease then ends and it is issued again."""
+PAUSE_S = (0.2, 5.0)
+"""First and longest pause after a failure; doubled each time."""
+
+Key = tuple[int, int, int]
+
+
+class BrowserWorker:
+    """Runs episodes for the coordinator at `coordinator_address`; screenshots go to the store at `store_address`.
+
+    trace: gets a span for each episode and each generation, one lane a slot.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_id: str,
+        name: str,
+        coordinator_address: str,
+        store_address: str,
+        trace: Trace | None = None,
+    ) -> None:
+        self.config = config
+        self.name = name
+        self._run_id = run_id
+        self._session = uuid.uuid4().hex
+        self._addresses = (coordinator_address, store_address)
+        self._trace = trace
+        self._stopping = asyncio.Event()
+        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._lanes = list(range(config.browser.slots - 1, -1, -1))
+        self._faults = 0
+        """Consecutive ones, over all slots."""
+        self._paused_until = 0.0
+
+    def stop(self) -> None:
+        """Make `run` return soon; episodes under way are abandoned."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Work until stopped or cancelled; then no browser is left.  Raises UserError without a Chromium or a readable
+        model directory."""
+        find_chromium(self.config.browser.executable)
+        self._processor = await asyncio.to_thread(Processor.load, self.config.model.path)
+        self._environment = MiniWob(self.config.browser)
+        self._coordinator, self._store = (Client(a, self._run_id, self.name) for a in self._addresses)
+        self._generation = GenerationClient(
+            self._addresses[0],
+            self._run_id,
+            self.name,
+            self.config.sampling,
+            self._processor.banned_ids(),
+            self._processor.stop_ids(),
+            self.config.engine.request_timeout_s,
+        )
+        stopped = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                polling = asyncio.ensure_future(self._poll())
+                try:
+                    await asyncio.wait({polling, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    polling.cancel()
+                    [ended] = await asyncio.gather(polling, return_exceptions=True)
+                if isinstance(ended, Exception):
+                    raise ended
+        finally:
+            stopped.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._environment.close()
+        await self._generation.close()
+        self._coordinator.close()
+        self._store.close()
+
+    async def _poll(self) -> None:
+        """Renew the leases, fill the free slots; returns when a slot is free or a heartbeat is due."""
+        heartbeat_s = self.config.replay.lease_s / 3
+        paused = time.monotonic() < self._paused_until
+        free = 0 if paused else self.config.browser.slots - len(self._running)
+        running = [key for key, task in self._running.items() if not task.cancelling()]
+        wait_s = heartbeat_s if free else 0.0
+        try:
+            reply = await self._coordinator.request(
+                GetAssignments(self.name, self._session, free, running, wait_s),
+                timeout=wait_s + REQUEST_TIMEOUT_S,
+                expect=Assignments,
+            )
+        except WireError as error:
+            log.warning("coordinator: %s", error)
+            await asyncio.sleep(PAUSE_S[0])
+            return
+        for key in reply.revoked:
+            if key in self._running:
+                self._running[key].cancel()
+        for assignment in reply.assignments:
+            self._start(assignment)
+        if len(self._running) >= self.config.browser.slots:
+            await asyncio.wait(self._running.values(), timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+        elif not free:
+            await asyncio.sleep(min(heartbeat_s, max(0.0, self._paused_until - time.monotonic())))
+
+    def _start(self, assignment: Assignment) -> None:
+        key = assignment.key
+        if key not in self._running:
+            self._running[key] = task = asyncio.create_task(self._slot(assignment))
+            task.add_done_callback(lambda _: self._running.pop(key))
+
+    async def _slot(self, assignment: Assignment) -> None:
+        """Run and deliver one attempt."""
+        lane = self._lanes.pop()
+        try:
+            result = await run_episode(
+                assignment,
+                self._environment.episode(assignment.task),
+                self._generation.generate,
+                self._processor,
+                self.config,
+                worker=self.name,
+                trace=self._trace,
+                lane=f"slot {lane}",
+            )
+            await self._deliver(result)
+        finally:
+            self._lanes.append(lane)
+        if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
+            self._paused_until = time.monotonic() + _pause(self._faults)
+            self._faults += 1
+        else:
+            self._faults = 0
+
+    async def _deliver(self, result: EpisodeResult) -> None:
+        """Screenshots into the store, then the trajectory to the coordinator, again until it is acknowledged."""
+        trajectory, images = result
+        if trajectory.assignment.lane is Lane.EVAL:  # counted, never trained: the envelope is enough
+            trajectory.digests, trajectory.payload, images = [], encode_steps([]), {}
+        deadline = time.monotonic() + DELIVERY_DEADLINE_S
+        failures = 0
+        while time.monotonic() < deadline:
+            try:
+                await self._upload(images)
+                reply = await self._coordinator.request(
+                    SubmitTrajectory(trajectory), timeout=REQUEST_TIMEOUT_S, expect=Submitted
+                )
+                if reply.reason != "images_missing":
+                    return
+            except WireError as error:
+                log.warning("%s not delivered yet: %s", trajectory.assignment.key, error)
+            await asyncio.sleep(_pause(failures))
+            failures += 1
+        log.error("%s given up: not delivered within %.0f s", trajectory.assignment.key, DELIVERY_DEADLINE_S)
+
+    async def _upload(self, images: dict[str, bytes]) -> None:
+        if not images:
+            return
+        lacking = await self._store.request(LackingImages(list(images)), timeout=REQUEST_TIMEOUT_S, expect=Lacking)
+        if lacking.digests:
+            put = PutImages({d: images[d] for d in lacking.digests if d in images})
+            await self._store.request(put, timeout=PUT_TIMEOUT_S, expect=Done)
+
+
+def _pause(failures: int) -> float:
+    first, longest = PAUSE_S
+    return float(min(first * 2 ** min(failures, 10), longest))

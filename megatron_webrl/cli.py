@@ -1,0 +1,167 @@
+"""`megatron-webrl`: the words on the command line.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong input (one line says key, value and remedy), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_webrl import __version__
+from megatron_webrl.config import RunConfig, load_config
+from megatron_webrl.errors import UserError
+
+DEMO_CONFIG = Path(__file__).parent.parent / "examples" / "demo.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit code."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code = arguments.run(arguments)
+    except UserError as error:
+        print(f"megatron-webrl: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("megatron-webrl: interrupted; everything was ended, go on with --resume if a checkpoint was saved", file=sys.stderr)
+        code = 130
+    except _run_errors() as error:
+        print(f"megatron-webrl: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _run_errors() -> tuple[type[BaseException], ...]:
+    """Errors of a run; imported late, for `--help` and wrong input must be quick."""
+    from megatron_webrl.launch import RoleDied, RunFailed
+    from megatron_webrl.wire import WireError
+
+    return (RunFailed, RoleDied, WireError)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-webrl",
+        description="Asynchronous reinforcement learning for visual web agents, on Megatron.",
+        epilog="Configurations are YAML; any key can be overridden as section.key=value. Reference: docs/configuration.md",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[Any], int], text: str, *, config: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        if config:
+            sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, for example examples/demo.yaml")
+        return sub
+
+    def overrides(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="for example replay.eta=1")
+
+    train = command("train", _train, "Evaluate, train with asynchronous GRPO, evaluate again.")
+    overrides(train)
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the configuration and the placement")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of run_dir")
+
+    sft = command("sft", _sft, "Train on demonstrations (supervised) and write a Hugging Face directory.")
+    overrides(sft)
+    sft.add_argument("--demonstrations", type=Path, required=True, metavar="DIR", help="folder with demonstrations.msgpack")
+    sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+
+    evaluate = command("eval", _eval, "Measure success of model.path on the held-out tasks.")
+    overrides(evaluate)
+
+    demo = command(
+        "demo",
+        _demo,
+        "From nothing to a policy that learned: demonstrations, warm start, evaluation, GRPO, evaluation, pictures.",
+        config=False,
+    )
+    overrides(demo)
+    demo.add_argument("--config", type=Path, default=DEMO_CONFIG, help="default: examples/demo.yaml")
+    demo.add_argument("--setup-seconds", type=float, default=0.0, help="what the set-up took, for summary.json")
+
+    ledger = command("ledger", _ledger, "Print the account of a run: issued = trained + dropped + in flight.", config=False)
+    ledger.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, for example runs/demo")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megatron_webrl import launch
+
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        print(launch.dry_run(config))
+        return 0
+    with launch.Display(config.name) as display:
+        result = launch.train(config, display, resume=arguments.resume)
+        for name, state in result.evaluations.items():
+            display.say(_success(name, state))
+        display.say(_account(result.status.account))
+        display.say(f"Results in {config.run_dir}: metrics.jsonl, checkpoints/, model_final/, trajectories/")
+    return 0
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from megatron_webrl import launch
+
+    config = load_config(arguments.config, arguments.overrides)
+    with launch.Display(config.name) as display:
+        launch.sft(config, display, arguments.demonstrations, arguments.output)
+        display.say(f"Written: {arguments.output}")
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from megatron_webrl import launch
+
+    config = load_config(arguments.config, arguments.overrides)
+    with launch.Display(config.name) as display:
+        display.say(_success("of " + str(config.model.path), launch.evaluate(config, display)))
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from megatron_webrl.demo import run_demo
+    from megatron_webrl.launch import Display
+
+    config: RunConfig = load_config(arguments.config, arguments.overrides)
+    with Display(config.name) as display:
+        run_demo(config, display, setup_seconds=arguments.setup_seconds)
+    return 0
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from megatron_webrl.replay import Ledger
+
+    file = arguments.run_dir / "ledger.sqlite"
+    if not file.exists():
+        raise UserError(f"RUN={arguments.run_dir} holds no ledger.sqlite: give the run_dir of a run")
+    ledger = Ledger(file)
+    print(_account(ledger.account()))
+    ledger.close()
+    return 0
+
+
+def _success(name: str, state: Any) -> str:
+    from megatron_webrl.observe import wilson
+
+    low, high = wilson(state.successes, state.total)
+    share = state.successes / state.total
+    return f"Success {name}: {share:.1%} (95%: {low:.1%}–{high:.1%}) of {state.total} episodes, {state.faults} without result"
+
+
+def _account(account: Any) -> str:
+    dropped = ", ".join(f"{reason} {n}" for reason, n in sorted(account.dropped.items())) or "none"
+    return f"Account: issued {account.issued} = trained {account.trained} + dropped ({dropped}) + in flight {account.in_flight}"

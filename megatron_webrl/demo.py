@@ -1,0 +1,167 @@
+"""The demo: from nothing to a policy that learned, on real parts, with a picture at the end.
+
+Demonstrations by a scripted oracle in real Chromium -> tokenizer and tiny Qwen3-VL -> supervised warm start -> held-out
+success -> asynchronous GRPO -> held-out success.  Everything lands in `run_dir`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_webrl import launch
+from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.errors import UserError
+from megatron_webrl.launch import Display, RunResult
+
+VERSIONS = ("torch", "megatron-core", "sglang", "transformers", "ray", "playwright", "miniwob")
+
+
+def run_demo(config: RunConfig, display: Display, *, setup_seconds: float = 0.0) -> Path:
+    """Run everything; returns the path of summary.json.  setup_seconds: what `make setup` took, for the summary."""
+    began = time.monotonic()
+    _check_first(config)
+    run_dir = _fresh(Path(config.run_dir), display)
+    minutes = {"setup": setup_seconds / 60}
+
+    phase = time.monotonic()
+    demonstrations = _demonstrate(config, run_dir, display)
+    minutes["demonstrations"] = (time.monotonic() - phase) / 60
+
+    phase = time.monotonic()
+    random_model = run_dir / "model_random"
+    with_model = validate(config.model_dump() | {"model": {"path": random_model}}, "demo")
+    launch.sft(with_model, display, demonstrations, Path(config.model.path))
+    minutes["warm_start"] = (time.monotonic() - phase) / 60
+
+    result = launch.train(config, display)
+    minutes |= {"start": result.minutes["start"], "rl": result.minutes["rl"], "evaluation": result.minutes["evaluation"]}
+    minutes["total"] = minutes["setup"] + (time.monotonic() - began) / 60
+    return _conclude(config, run_dir, result, minutes, display)
+
+
+def _check_first(config: RunConfig) -> None:
+    """What would stop the demo later: said now."""
+    from megatron_webrl.browser import find_chromium
+    from megatron_webrl.engine import check_port
+    from megatron_webrl.tasks import check_task_names
+
+    check_task_names(config.tasks.names)
+    find_chromium(config.browser.executable)
+    if config.engine.port is not None:
+        check_port(config.engine.port)
+    if config.evaluation.episodes == 0:
+        raise UserError("evaluation.episodes=0: the demo shows success before and after, give a number of episodes")
+
+
+def _fresh(run_dir: Path, display: Display) -> Path:
+    """An empty run_dir; an earlier one is kept under a numbered name."""
+    if run_dir.exists():
+        n = 1
+        while (kept := run_dir.with_name(f"{run_dir.name}.{n}")).exists():
+            n += 1
+        run_dir.rename(kept)
+        display.say(f"the earlier {run_dir} is kept as {kept}")
+    (run_dir / "logs").mkdir(parents=True)
+    return run_dir
+
+
+def _demonstrate(config: RunConfig, run_dir: Path, display: Display) -> Path:
+    """Oracle demonstrations, and the tiny model whose tokenizer is trained on them."""
+    from megatron_webrl.agent import collect_samples, demonstrate, save_demonstrations, tokenizer_texts
+    from megatron_webrl.processor import Processor
+    from megatron_webrl.tasks import demonstration_tasks
+    from megatron_webrl.tiny_model import make_tiny_model
+
+    tasks = demonstration_tasks(config.tasks)
+
+    async def collect() -> Path:
+        samples = await collect_samples(config, tasks, lambda n, total: display.progress("oracle looks at pages", n, total))
+        model = make_tiny_model(run_dir / "model_random", tokenizer_texts(config, samples), seed=config.seed)
+        processor = Processor.load(model)
+        trajectories, images = await demonstrate(
+            config, processor, tasks, lambda n, total: display.progress("demonstrations", n, total)
+        )
+        folder = run_dir / "demonstrations"
+        save_demonstrations(folder, trajectories, images)
+        display.say(f"{len(trajectories)} demonstrations of {len(config.tasks.names)} tasks in {folder}")
+        return folder
+
+    return asyncio.run(collect())
+
+
+def _conclude(config: RunConfig, run_dir: Path, result: RunResult, minutes: dict[str, float], display: Display) -> Path:
+    """Summary, pictures, and the line that says what was learned and where to look."""
+    from megatron_webrl.observe import export_chrome, success_curve, timeline, wilson
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    account = result.status.account
+    summary: dict[str, Any] = {}
+    points = {}
+    for when in ("before", "after"):
+        state = result.evaluations[when]
+        low, high = wilson(state.successes, state.total)
+        points[when] = (state.successes / state.total, low, high)
+        summary |= {f"success_{when}": points[when][0], f"success_{when}_low": low, f"success_{when}_high": high}
+    probes = [r[k] for r in rows for k in ("engine/logprob_diff_max", "engine/refresh_logprob_diff_max") if k in r]
+    summary |= {
+        "episodes_evaluated": result.evaluations["after"].total,
+        "success_by_task": {
+            when: {name: s / n for name, (s, n) in sorted(result.evaluations[when].by_task.items())}
+            for when in ("before", "after")
+        },
+        "trajectories_trained": account.trained,
+        "trajectories_per_hour": result.status.trajectories / (minutes["rl"] / 60),
+        "train_steps": result.status.step,
+        "eta": config.replay.eta,
+        "max_lag": result.status.lag_max,
+        "mean_lag": result.status.lag_mean,
+        "engine_trainer_logprob_max_diff": max(probes, default=None),
+        "refreshes_probed": sum("engine/refresh_logprob_diff_max" in r for r in rows),
+        "account": {
+            "issued": account.issued,
+            "trained": account.trained,
+            "dropped": account.dropped,
+            "in_flight": account.in_flight,
+        },
+        "minutes": {name: round(value, 3) for name, value in minutes.items()},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
+        "seed": config.seed,
+    }
+    path = run_dir / "summary.json"
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    success_curve(rows, points["before"], points["after"], run_dir / "success.png")
+    if config.observe.trace:
+        timeline(run_dir / "trace", run_dir / "timeline.png", seconds=120)
+        export_chrome(run_dir / "trace", run_dir / "timeline.json")
+    for line in _lines(summary, run_dir):
+        display.say(line)
+    return path
+
+
+def _lines(summary: dict[str, Any], run_dir: Path) -> Sequence[str]:
+    account = summary["account"]
+    dropped = ", ".join(f"{reason} {n:,}" for reason, n in sorted(account["dropped"].items())) or "none"
+
+    def interval(when: str) -> str:
+        return (
+            f"{summary[f'success_{when}']:.1%} (95%: {summary[f'success_{when}_low']:.1%}–"
+            f"{summary[f'success_{when}_high']:.1%})"
+        )
+
+    balance = account["trained"] + sum(account["dropped"].values()) + account["in_flight"]
+    return (
+        "",
+        f"Learned: held-out success {interval('before')} → {interval('after')} on {summary['episodes_evaluated']:,} pages "
+        f"never practised, from {summary['trajectories_trained']:,} trained trajectories in {summary['minutes']['rl']:.1f} min.",
+        f"Account: issued {account['issued']:,} = trained {account['trained']:,} + dropped ({dropped}) + in flight "
+        f"{account['in_flight']:,}" + ("" if balance == account["issued"] else "  DOES NOT BALANCE"),
+        f"Look at: {run_dir}/success.png, timeline.png (timeline.json opens in Perfetto), summary.json, metrics.jsonl, "
+        "trajectories/, model_final/",
+    )

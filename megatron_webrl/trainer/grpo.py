@@ -1,0 +1,224 @@
+"""A train step of GRPO as in AsyncWebRL (arXiv:2606.05597): proximal logprobs, then epochs × minibatches updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_webrl.algorithm import normalize_group_rewards, step_advantage, surrogate
+from megatron_webrl.config import AlgorithmConfig
+from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, rows_of
+from megatron_webrl.trainer.schedule import minibatch_order, share_out
+from megatron_webrl.trajectory import Group
+
+if TYPE_CHECKING:
+    from megatron_webrl.trainer.policy import FetchGroups, FetchImages, PolicyTrainer, Update
+
+_UPDATE_SUMS = ("loss", "kl", "behave_kl", "clipped", "dual_clipped", "dropped")
+_STEP_SUMS = (
+    "trajectories", "reward", "successes", "success_steps", "failure_steps", "rows", "tokens", "row_advantage",
+    "token_advantage", "entropy", "bad_behave", "current", "current_diff", "lag",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a train step did."""
+
+    applied_updates: int
+    """Optimizer updates that changed the weights; 0 yields no new version."""
+    metrics: dict[str, float]
+    """The same on every rank."""
+
+
+def train_step(
+    trainer: PolicyTrainer,
+    group_ids: list[int],
+    fetch_groups: FetchGroups,
+    fetch_images: FetchImages,
+    *,
+    version: int,
+) -> StepReport:
+    """Train on whole groups; `group_ids` and `version` (that of the trainer's weights) are the same on every rank.
+
+    Only the lead of each data-parallel shard fetches: the groups that its shard meets, and their images.  Minibatches
+    are cut anew each epoch; each is shared out over the shards.  Raises what the fetchers raise, KeyError for a group that
+    was not delivered, ValueError for a malformed row.
+    """
+    settings, layout = trainer.config.algorithm, trainer.layout
+    started = time.perf_counter()
+    lr = trainer.advance_lr()
+    updates = minibatch_order(
+        len(group_ids), epochs=settings.epochs, minibatches=settings.minibatches, generator=trainer.generator
+    )
+    own_first = share_out(range(len(group_ids)), layout.dp)[layout.dp_rank]
+    own_updates = [share_out(update, layout.dp)[layout.dp_rank] for update in updates]
+    needed = sorted({position for share in (own_first, *own_updates) for position in share})
+    fetched = fetch_groups([group_ids[p] for p in needed]) if layout.leads and needed else []
+    groups = dict(zip(needed, _in_order(layout.to_shard(fetched), [group_ids[p] for p in needed]), strict=True))
+    samples = {p: [trainer.prepare(row) for row in group_rows(group, settings)] for p, group in groups.items()}
+    pixels = trainer.fetch_pixels([s for part in samples.values() for s in part], fetch_images)
+    fetched_at = time.perf_counter()
+
+    mine = [s for p in own_first for s in samples[p]]
+    forward = trainer.forward(mine, pixels, entropy=True)
+    sums, largest, oldest = _step_sums([groups[p] for p in own_first], mine, forward, version, reports=layout.reports)
+    keys = [(p, i) for p in own_first for i in range(len(samples[p]))]
+    known = {key: logp for key, (logp, _) in zip(keys, forward, strict=True)} if layout.reports else {}
+    proximal: dict[tuple[int, int], np.ndarray] = {}
+    gathered = layout.gather((known, largest, oldest))
+    for part, _, _ in gathered:
+        proximal.update(part)
+    largest, oldest = max(value for _, value, _ in gathered), max(value for _, _, value in gathered)
+    prox_at = time.perf_counter()
+
+    done: list[Update] = []
+    for share in own_updates:
+        batch = [s for p in share for s in samples[p]]
+        prox = [proximal[p, i] for p in share for i in range(len(samples[p]))]
+        done.append(trainer.update(batch, pixels, _loss(batch, prox, settings), reported=len(_UPDATE_SUMS)))
+    finished = time.perf_counter()
+
+    metrics = _step_metrics(dict(zip(_STEP_SUMS, layout.sum(sums).tolist(), strict=True)), largest, oldest)
+    metrics |= _update_metrics(done)
+    metrics |= {
+        "ppo_actor/lr": lr,
+        "time/data_s": fetched_at - started,
+        "time/prox_s": prox_at - fetched_at,
+        "time/update_s": finished - prox_at,
+    }
+    return StepReport(applied_updates=sum(update.applied for update in done), metrics=metrics)
+
+
+def group_rows(group: Group, settings: AlgorithmConfig) -> list[Row]:
+    """The rows of a group's trajectories with their advantages, in order."""
+    normalized = normalize_group_rewards([t.reward for t in group.trajectories], unbiased_std=settings.unbiased_std)
+    return [
+        row
+        for trajectory, value in zip(group.trajectories, normalized, strict=True)
+        for row in rows_of(trajectory, step_advantage(value, trajectory.num_steps, settings.constant_horizon))
+    ]
+
+
+def _in_order(groups: list[Group], ids: list[int]) -> list[Group]:
+    found = {group.group_id: group for group in groups}
+    if missing := [i for i in ids if i not in found]:
+        raise KeyError(f"groups {missing} of the manifest were not delivered")
+    return [found[i] for i in ids]
+
+
+def _loss(
+    samples: list[Sample], proximal: list[np.ndarray], settings: AlgorithmConfig
+) -> Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]:
+    def loss(logp: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        none = np.zeros(0, np.float32)
+        rows = [samples[i].row for i in batch.index]
+        prox = np.concatenate([none, *(proximal[i] for i in batch.index)])
+        behave = np.concatenate([none, *(row.behave_logprobs for row in rows)])
+        advantage = np.concatenate([none, *(np.full(len(row.response_ids), row.advantage, np.float32) for row in rows)])
+        prox_t, behave_t, advantage_t = (torch.from_numpy(array).to(logp.device) for array in (prox, behave, advantage))
+        theta = logp.detach()
+        terms = surrogate(
+            theta,
+            prox_t,
+            behave_t,
+            advantage_t,
+            eps_clip=settings.eps_clip,
+            c_clip=settings.c_clip,
+            behave_weight_cap=settings.behave_weight_cap,
+        )
+        behave_gap = torch.where(behave_t.isfinite(), (theta - behave_t).abs(), 0.0)
+        parts = (
+            terms.token_loss,
+            (theta - prox_t).abs(),
+            behave_gap,
+            terms.clipped,
+            terms.dual_clipped,
+            terms.dropped,
+        )
+        return terms.grad_logp, torch.stack([part.double().sum() for part in parts])
+
+    return loss
+
+
+def _step_sums(
+    groups: list[Group],
+    samples: list[Sample],
+    forward: list[tuple[np.ndarray, np.ndarray | None]],
+    version: int,
+    *,
+    reports: bool,
+) -> tuple[Tensor, float, int]:
+    """Sums over this shard in order of _STEP_SUMS, float64, zeros on ranks that do not report; the largest
+    |engine − proximal| logprob among tokens sampled at `version`; and the largest lag of a token."""
+    sums = dict.fromkeys(_STEP_SUMS, 0.0)
+    largest, oldest = 0.0, 0
+    if not reports:
+        return torch.zeros(len(sums), dtype=torch.float64), largest, oldest
+    for trajectory in (t for group in groups for t in group.trajectories):
+        success = trajectory.reward > 0
+        sums["trajectories"] += 1
+        sums["reward"] += trajectory.reward
+        sums["successes"] += success
+        sums["success_steps" if success else "failure_steps"] += trajectory.num_steps
+    for sample, (logp, entropy) in zip(samples, forward, strict=True):
+        row = sample.row
+        sums["rows"] += 1
+        sums["tokens"] += sample.tokens
+        sums["row_advantage"] += row.advantage
+        sums["token_advantage"] += row.advantage * sample.tokens
+        sums["entropy"] += float(entropy.sum()) if entropy is not None else 0.0
+        sums["bad_behave"] += int((~np.isfinite(row.behave_logprobs)).sum())
+        gap = np.abs(row.behave_logprobs - logp)[row.versions == version].astype(np.float64)
+        sums["lag"] += float((version - row.versions).sum())
+        oldest = max(oldest, int((version - row.versions).max(initial=0)))
+        sums["current"] += gap.size
+        sums["current_diff"] += float(gap.sum())
+        largest = max(largest, float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0)))
+    return torch.tensor(list(sums.values()), dtype=torch.float64), largest, oldest
+
+
+def _step_metrics(sums: dict[str, float], largest: float, oldest: int) -> dict[str, float]:
+    tokens, episodes = max(1.0, sums["tokens"]), max(1.0, sums["trajectories"])
+    failures = sums["trajectories"] - sums["successes"]
+    return {
+        "rollout/reward": sums["reward"] / episodes,
+        "rollout/response_tokens": sums["tokens"],
+        "rollout/lag_mean": sums["lag"] / tokens,
+        "rollout/lag_max": float(oldest),
+        "rollout/response_tokens_per_step": sums["tokens"] / max(1.0, sums["rows"]),
+        "rollout/steps_success": sums["success_steps"] / max(1.0, sums["successes"]),
+        "rollout/steps_failure": sums["failure_steps"] / max(1.0, failures),
+        "ppo_actor/final_reward/avg": sums["row_advantage"] / tokens,
+        "ppo_actor/advantages/avg": sums["token_advantage"] / tokens,
+        "ppo_actor/entropy": sums["entropy"] / tokens,
+        "ppo_actor/bad_behave_logprobs": sums["bad_behave"],
+        "engine/logprob_diff_max": largest,
+        "engine/logprob_diff_mean": sums["current_diff"] / max(1.0, sums["current"]),
+        "engine/logprob_tokens": sums["current"],
+    }
+
+
+def _update_metrics(updates: list[Update]) -> dict[str, float]:
+    """Means over the updates of a step."""
+    if not updates:
+        return {"ppo_actor/skipped_updates": 0.0}
+    means = np.mean([update.sums / max(1, update.tokens) for update in updates], axis=0)
+    loss, kl, behave_kl, clipped, dual_clipped, dropped = means.tolist()
+    norms = [update.grad_norm for update in updates if update.applied]
+    return {
+        "ppo_actor/update/actor_loss/avg": loss,
+        "ppo_actor/update/approx_kl_abs/avg": kl,
+        "ppo_actor/update/behave_approx_kl_abs/avg": behave_kl,
+        "ppo_actor/update/clip_ratio": clipped,
+        "ppo_actor/update/dual_clip_ratio": dual_clipped,
+        "ppo_actor/behave_cap_ratio": dropped,
+        "ppo_actor/grad_norm": float(np.mean(norms)) if norms else 0.0,
+        "ppo_actor/skipped_updates": float(sum(not update.applied for update in updates)),
+    }

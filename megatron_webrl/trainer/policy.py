@@ -1,0 +1,290 @@
+"""The trainer's policy on one rank: model, optimizer and what all ranks do together with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from transformers import Qwen3VLConfig
+
+from megatron_webrl.algorithm import logprobs_from_logits
+from megatron_webrl.config import OptimizerConfig, RunConfig
+from megatron_webrl.processor import Processor
+from megatron_webrl.trainer import checkpoint, grpo, sft
+from megatron_webrl.trainer.batch import MicroBatch, Pixels, Row, Sample, collate, pack, prepare
+from megatron_webrl.trainer.layout import Layout
+from megatron_webrl.trainer.model import Qwen3VL, has_transformer_engine, transformer_config
+from megatron_webrl.trainer.schedule import learning_rate
+from megatron_webrl.trainer.weights import HuggingFaceWeights, write_directory
+from megatron_webrl.trajectory import Group
+
+FetchGroups = Callable[[list[int]], list[Group]]
+FetchImages = Callable[[list[str]], dict[str, bytes]]
+TokenLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+"""(logprobs [N], micro-batch) -> (gradient of the summed token losses in them [N], sums to report float64 [K])."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update."""
+
+    tokens: int
+    """N: response tokens of the minibatch over all ranks and micro-batches."""
+    sums: np.ndarray
+    """float64 [K]: what the loss reported, summed likewise."""
+    grad_norm: float
+    """Before clipping; of the loss divided by N."""
+    applied: bool
+    """False if the gradient was not finite: nothing changed."""
+
+
+class PolicyTrainer:
+    """A Qwen3-VL under training; one instance a rank, and all ranks call each method together.
+
+    Raises UserError for wrong input: a layout that does not fit, a device that is not there, unreadable weights.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        total_steps: int,
+        optimizer: OptimizerConfig | None = None,
+    ) -> None:
+        self.config = config
+        self.optimizer_config = optimizer or config.trainer.optimizer
+        self.total_steps = total_steps
+        self.lr_step = 0
+        """Steps of the learning-rate schedule so far."""
+        self.generator = np.random.default_rng(config.seed)
+        """Order of groups in minibatches: the only randomness of training."""
+        self.processor = Processor.load(config.model.path)
+        self.layout = Layout(
+            config, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
+        )
+        try:
+            self._build()
+        except BaseException:
+            self.layout.close()
+            raise
+
+    def _build(self) -> None:
+        config, layout, parallel = self.config, self.layout, self.config.trainer.parallel
+        hf = Qwen3VLConfig.from_pretrained(config.model.path)
+        dtype = torch.bfloat16 if config.trainer.dtype == "bfloat16" else torch.float32
+        self.weights = HuggingFaceWeights(config.model.path, hf, layout, fused_norms=has_transformer_engine())
+        megatron_config = transformer_config(hf, parallel, dtype)
+        self.model = Qwen3VL(megatron_config, hf, first=layout.first_stage, last=layout.last_stage)
+        self.weights.load(self.model, layout)
+        self.model.to(layout.device)
+        self._ddp = DistributedDataParallel(
+            megatron_config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+                overlap_grad_reduce=False,
+            ),
+            self.model,
+        )
+        settings = self.optimizer_config
+        self.optimizer = megatron_optimizer.get_megatron_optimizer(
+            megatron_optimizer.OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                adam_eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip_grad,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+                params_dtype=dtype,
+                bf16=dtype is torch.bfloat16,
+            ),
+            [self._ddp],
+        )
+        megatron_config.finalize_model_grads_func = finalize_model_grads
+        megatron_config.grad_scale_func = self.optimizer.scale_loss
+        slots = self.model.language_model.vocab_size
+        self.banned = np.ones(slots, dtype=bool)
+        self.banned[: self.processor.vocab_size] = False
+        self.banned[self.processor.banned_ids()] = True
+        per_rank = slots // layout.tp
+        own = self.banned[layout.tp_rank * per_rank : (layout.tp_rank + 1) * per_rank]
+        self._own_banned = torch.from_numpy(own).to(layout.device)
+
+    # What others call
+
+    def train_step(
+        self, group_ids: list[int], fetch_groups: FetchGroups, fetch_images: FetchImages, *, version: int
+    ) -> grpo.StepReport:
+        """epochs × minibatches GRPO updates on whole groups; see `grpo.train_step`."""
+        return grpo.train_step(self, group_ids, fetch_groups, fetch_images, version=version)
+
+    def sft_step(self, rows: list[Row], fetch_images: FetchImages) -> dict[str, float]:
+        """One update on the token mean of the cross entropy; see `sft.sft_step`."""
+        return sft.sft_step(self, rows, fetch_images)
+
+    def logprobs(self, rows: list[Row], fetch_images: FetchImages) -> list[np.ndarray]:
+        """log π of each row's response tokens, float32 [R].  `rows` and the result are the same on every rank."""
+        mine = range(self.layout.dp_rank, len(rows), self.layout.dp)
+        samples = [self.prepare(rows[i]) for i in mine]
+        found = self.forward(samples, self.fetch_pixels(samples, fetch_images))
+        known = {i: logp for i, (logp, _) in zip(mine, found, strict=False)} if self.layout.reports else {}
+        merged = {i: logp for part in self.layout.gather(known) for i, logp in part.items()}
+        return [merged[i] for i in range(len(rows))]
+
+    def export(self) -> list[tuple[str, Tensor]] | None:
+        """Weights by Hugging Face name, whole, on the host, in the training dtype: on rank 0, None elsewhere.  A tied
+        output layer is not among them."""
+        return self.weights.export(self.model, self.layout)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write a complete Hugging Face directory, whole or not at all."""
+        weights = self.export()
+        if weights is not None:
+            write_directory(directory, weights, self.config.model.path)
+        self.layout.barrier()
+
+    def save(self, directory: Path, state: dict[str, Any]) -> None:
+        """Write a checkpoint, whole or not at all; see `checkpoint.save`."""
+        checkpoint.save(self, directory, state)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Go on from a checkpoint and return its `state`; see `checkpoint.load`."""
+        return checkpoint.load(self, directory)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self.layout.close()
+
+    # What the steps are made of
+
+    def prepare(self, row: Row) -> Sample:
+        """See `batch.prepare`."""
+        return prepare(row, self.processor, self.banned)
+
+    def fetch_pixels(self, samples: Sequence[Sample], fetch_images: FetchImages) -> Pixels | None:
+        """The images of this shard's samples: fetched by its lead, handed to its first stage; None on later stages."""
+        if not self.layout.first_stage:
+            return None
+        digests = sorted({digest for sample in samples for digest in sample.digests})
+        images = fetch_images(digests) if self.layout.leads and digests else {}
+        return Pixels(self.processor, self.layout.to_stage(images))
+
+    @torch.no_grad()
+    def forward(
+        self, samples: Sequence[Sample], pixels: Pixels | None, *, entropy: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Logprobs and entropies, float32 [R] each, of this shard's samples: on the last stage; empty elsewhere."""
+        packs = pack(samples, self.config.trainer.max_tokens_per_microbatch) or [[]]
+
+        def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(batches)
+
+            def collect(logits: Tensor, non_loss_data: bool = True) -> tuple[list[int], Tensor, Tensor | None]:
+                logp, h = self._logprobs(logits, batch, entropy=entropy)
+                return batch.index, logp.cpu(), None if h is None else h.cpu()
+
+            return model(batch), collect
+
+        parts = self._run(step, samples, packs, pixels, forward_only=True)
+        out: list[Any] = [None] * len(samples) if self.layout.last_stage else []
+        for index, logp, h in parts:
+            sizes = [samples[i].tokens for i in index]
+            split_h = h.split(sizes) if h is not None else [None] * len(sizes)
+            for i, row_logp, row_h in zip(index, logp.split(sizes), split_h, strict=True):
+                out[i] = (row_logp.numpy(), None if row_h is None else row_h.numpy())
+        return out
+
+    def update(self, samples: Sequence[Sample], pixels: Pixels | None, loss: TokenLoss, *, reported: int) -> Update:
+        """One optimizer update on this shard's `samples` and those of the other shards.
+
+        The gradient is that of the summed token losses divided by N, whatever the layout and the micro-batches.
+        reported: K, how many sums `loss` reports.
+        """
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        packs = pack(samples, self.config.trainer.max_tokens_per_microbatch) or [[]]
+
+        def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(batches)
+
+            def reduce(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                logp, _ = self._logprobs(logits, batch)
+                gradient, sums = loss(logp, batch)
+                tokens = torch.tensor(len(batch.targets), dtype=torch.int, device=logits.device)
+                return _with_gradient(logp, gradient), tokens, sums
+
+            return model(batch), reduce
+
+        parts = self._run(step, samples, packs, pixels, forward_only=False)
+        totals = torch.zeros(reported + 1, dtype=torch.float64)
+        if self.layout.reports:
+            totals[0] = sum(s.tokens for s in samples)
+            totals[1:] = torch.stack(parts).sum(0).cpu()
+        sums = self.layout.sum(totals).numpy()
+        found_inf = self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        applied = not found_inf and math.isfinite(grad_norm)
+        if applied:
+            applied = bool(self.optimizer.step()[0])
+        return Update(tokens=int(sums[0]), sums=sums[1:], grad_norm=grad_norm, applied=applied)
+
+    def advance_lr(self) -> float:
+        """Take the next learning rate of the schedule and return it."""
+        self.lr_step += 1
+        lr = learning_rate(self.optimizer_config, self.lr_step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _run(
+        self,
+        step: Callable[..., Any],
+        samples: Sequence[Sample],
+        packs: list[list[int]],
+        pixels: Pixels | None,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over micro-batches, each made when its turn comes."""
+        multiple = self.layout.tp if self.config.trainer.parallel.sequence_parallel else 1
+        batches = (collate(samples, p, pixels, multiple=multiple, device=self.layout.device) for p in packs)
+        return get_forward_backward_func()(  # type: ignore[no-any-return]
+            forward_step_func=step,
+            data_iterator=batches,
+            model=[self._ddp],
+            num_microbatches=len(packs),
+            seq_length=1,  # shapes are exchanged, since they vary
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _logprobs(self, logits: Tensor, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        return logprobs_from_logits(
+            logits,
+            batch.targets,
+            self._own_banned,
+            temperature=self.config.sampling.temperature,
+            group=self.layout.tp_group,
+            entropy=entropy,
+        )
+
+
+def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
+    """A scalar whose gradient in logp is `gradient`; its value means nothing."""
+    return torch.dot(logp, gradient.to(logp.dtype))

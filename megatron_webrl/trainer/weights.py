@@ -1,0 +1,152 @@
+"""Weights of a Hugging Face directory into the model, and back out of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import Qwen3VLConfig
+
+from megatron_webrl.errors import UserError
+from megatron_webrl.trainer.layout import Layout
+from megatron_webrl.trainer.mapping import Entry, Shapes, table, to_hf, to_megatron
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+class HuggingFaceWeights:
+    """Names, shapes and contents of a directory's safetensors, and the table that maps them.
+
+    Raises UserError naming the file if one is unreadable or the names are not those of the model.
+    """
+
+    def __init__(self, directory: Path, hf: Qwen3VLConfig, layout: Layout, *, fused_norms: bool) -> None:
+        self.directory = directory
+        self._files: dict[str, Path] = {}
+        self.lengths: dict[str, list[int]] = {}
+        """Shape by name."""
+        for file in sorted(directory.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (not a dict)
+                        self._files[name] = file
+                        self.lengths[name] = opened.get_slice(name).get_shape()
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"model.path={directory}: {file.name} is not readable ({error}): fetch it again"
+                ) from None
+        text: Any = hf.text_config
+        self.shapes = Shapes(
+            layers=text.num_hidden_layers,
+            kv_groups=text.num_key_value_heads,
+            vocab=text.vocab_size,
+            tied=bool(hf.tie_word_embeddings),
+        )
+        vision = [name for name in self._files if name.startswith("model.visual.")]
+        self.entries = table(self.shapes, vision, stages=layout.pp, fused_norms=fused_norms)
+        expected = {name for entry in self.entries for name in entry.hf}
+        spare = set(self._files) - expected - ({"lm_head.weight"} if self.shapes.tied else set())
+        if lacking := sorted(expected - set(self._files)) or sorted(spare):
+            what = "lack" if expected - set(self._files) else "hold unknown"
+            raise UserError(
+                f"model.path={directory}: the safetensors {what} {lacking[0]} ({len(lacking)} in all): fetch them again"
+            )
+
+    def load(self, model: torch.nn.Module, layout: Layout) -> None:
+        """Copy this rank's slices into `model`."""
+        parameters = dict(model.named_parameters())
+        mine = [entry for entry in self.entries if entry.stage == layout.pp_rank]
+        if set(parameters) != {entry.megatron for entry in mine}:
+            odd = sorted(set(parameters) ^ {entry.megatron for entry in mine})
+            raise RuntimeError(f"parameters outside the mapping, or the reverse: {odd[:4]}")
+        opened: dict[Path, Any] = {}
+        for entry in mine:
+            for file in {self._files[name] for name in entry.hf} - set(opened):
+                opened[file] = safe_open(file, framework="pt")
+            sources = [opened[self._files[name]].get_slice(name) for name in entry.hf]
+            value = to_megatron(entry, sources, self.shapes, rank=layout.tp_rank, ranks=layout.tp)
+            target = parameters[entry.megatron]
+            if target.shape != value.shape:
+                raise UserError(
+                    f"model.path={self.directory}: {entry.hf[0]} has shape {self.lengths[entry.hf[0]]}, which does not fit "
+                    "its config.json: the files are of different models"
+                )
+            target.data.copy_(value)
+
+    @torch.no_grad()
+    def export(self, model: torch.nn.Module, layout: Layout) -> list[tuple[str, Tensor]] | None:
+        """All weights by Hugging Face name, whole, contiguous, on the host: on rank 0; None elsewhere.
+
+        The tensor-parallel pieces are gathered within each stage of the first data-parallel shard, and each stage's first
+        rank sends them to rank 0, tensor by tensor.
+        """
+        if layout.dp_rank != 0:
+            return None
+        parameters = dict(model.named_parameters())
+        out: list[tuple[str, Tensor]] = []
+        for entry in self.entries:
+            if not entry.exported or (layout.pp_rank != entry.stage and layout.rank != 0):
+                continue
+            whole = self._gather(entry, parameters[entry.megatron], layout) if layout.pp_rank == entry.stage else None
+            if layout.tp_rank != 0:
+                continue
+            for position, name in enumerate(entry.hf):
+                tensor = self._to_rank_0(
+                    whole[position] if whole else None, entry, name, layout, next(iter(parameters.values()))
+                )
+                if layout.rank == 0:
+                    assert tensor is not None
+                    out.append((name, tensor.cpu().contiguous() if whole is None or tensor.is_cuda else tensor.clone()))
+        return out if layout.rank == 0 else None
+
+    def _gather(self, entry: Entry, parameter: Tensor, layout: Layout) -> list[Tensor]:
+        pieces = [parameter.detach()]
+        if layout.tp > 1:
+            mine = parameter.detach().contiguous().view(torch.uint8)
+            buffers = [torch.empty_like(mine) for _ in range(layout.tp)]
+            dist.all_gather(buffers, mine, group=layout.tp_group)
+            pieces = [buffer.view(parameter.dtype) for buffer in buffers]
+        return to_hf(entry, pieces, self.shapes, [self.lengths[name][0] for name in entry.hf])
+
+    def _to_rank_0(self, tensor: Tensor | None, entry: Entry, name: str, layout: Layout, like: Tensor) -> Tensor | None:
+        if entry.stage == 0:
+            return tensor
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if layout.rank != 0:
+            assert tensor is not None
+            dist.send(tensor.contiguous().view(torch.uint8), dst=0, group=group)
+            return None
+        received = torch.empty(self.lengths[name], dtype=like.dtype, device=like.device)
+        source = dist.get_process_group_ranks(group)[entry.stage]
+        dist.recv(received.view(torch.uint8), src=source, group=group)
+        return received
+
+
+def write_directory(directory: Path, weights: list[tuple[str, Tensor]], model_path: Path) -> None:
+    """A complete Hugging Face directory: `weights`, and every other file of `model_path`.  It appears whole or not at all."""
+    from huggingface_hub import save_torch_state_dict
+
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_torch_state_dict(dict(weights), partial, metadata={"format": "pt"})
+    for file in model_path.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy(file, partial / file.name)
+    replace_directory(partial, directory)
+
+
+def replace_directory(new: Path, target: Path) -> None:
+    """Rename `new` to `target`, in place of what was there."""
+    old = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The work of `make test`: the fast tests, then the end-to-end tests, even if the first fail; fails if either does.
+# Ends with what was run and what was not, and pytest's own closing lines.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+failed=0
+
+run() { # NAME MARKERS: exit code 5 (no test selected) fails the fast stage only
+    echo "== $1 tests"
+    .venv/bin/python -m pytest -m "$2" 2>&1 | tee "$logs/$1"
+    local status=${PIPESTATUS[0]}
+    case $status in
+        0) said="$said $1: passed." ;;
+        5) said="$said $1: none."; [ "$1" = fast ] && failed=1; : >"$logs/$1" ;;
+        *) said="$said $1: FAILED."; failed=1 ;;
+    esac
+}
+
+said=""
+run fast "not e2e and not slurm and not soak"
+run end-to-end "e2e and not slurm and not soak"
+if grep -rqs 'pytest.mark.slurm' tests; then
+    said="$said Slurm: not run here (pytest -m slurm)."
+else
+    said="$said Slurm: not run (no test needs it yet)."
+fi
+echo "== make test:$said Soak: not run (make soak)."
+tail -q -n 1 "$logs/fast" "$logs/end-to-end"
+exit "$failed"

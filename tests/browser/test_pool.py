@@ -1,0 +1,139 @@
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_webrl.browser import AllowList, BrowserFault, Page, PagePool, find_chromium
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.errors import UserError
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def chromium_pids() -> list[int]:
+    """The browsers' main processes below us."""
+    drivers = psutil.Process().children()
+    return [p.pid for driver in drivers for p in driver.children() if "--headless" in p.cmdline()]
+
+
+async def test_nothing_is_left_after_close(pool: PagePool, page: Page) -> None:
+    """Neither Chromium nor driver, no zombie; pages in use die with them."""
+    assert chromium_pids()
+    await pool.close()
+    assert children() == []
+    await pool.release(page, reusable=True)
+
+
+async def test_a_page_is_reused_only_when_given_back_as_reusable(pool: PagePool, page: Page) -> None:
+    await pool.release(page, reusable=False)
+    page.used_for = "site"
+    second = await pool.acquire("site")
+    assert second is not page
+    second.used_for = "site"
+    await pool.release(second, reusable=True)
+    assert await pool.acquire("site") is second
+
+
+async def test_the_number_of_pages_is_bounded(pool: PagePool) -> None:
+    """2 slots: 4 pages at most, then the one unused for longest is handed out again; a third episode waits."""
+    first, *others = [await _use(pool, purpose) for purpose in "abcd"]
+    assert await pool.acquire("e") is first
+    assert others
+    await pool.acquire("b")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await pool.acquire("c")
+
+
+async def _use(pool: PagePool, purpose: str) -> Page:
+    page = await pool.acquire(purpose)
+    page.used_for = purpose
+    await pool.release(page, reusable=True)
+    return page
+
+
+@pytest.mark.parametrize("victim", ["browser", "driver"])
+async def test_a_killed_process_is_a_fault_and_replaced(pool: PagePool, page: Page, site: Path, victim: str) -> None:
+    """Calls under way raise BrowserFault; the next page comes from a new browser."""
+    pids = chromium_pids() if victim == "browser" else [p.pid for p in psutil.Process().children()]
+    waiting = asyncio.create_task(page.evaluate("() => new Promise(() => {})"))
+    await asyncio.sleep(0.1)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(BrowserFault):
+        await waiting
+    await pool.release(page, reusable=True)
+    fresh = await pool.acquire("site")
+    await fresh.goto((site / "index.html").as_uri())
+    assert await fresh.evaluate("() => document.title") == "field"
+
+
+async def test_a_crashed_renderer_is_a_fault(pool: PagePool, page: Page, site: Path) -> None:
+    waiting = asyncio.create_task(page.evaluate("() => new Promise(() => {})"))
+    await asyncio.sleep(0.1)
+    for process in children():
+        if "--type=renderer" in process.cmdline():
+            process.kill()
+    with pytest.raises(BrowserFault):
+        await waiting
+    await pool.release(page, reusable=True)
+    assert await pool.acquire("site") is not page
+
+
+async def test_a_browser_is_recycled_and_the_old_one_ends_with_its_last_page(site: Path, config: BrowserConfig) -> None:
+    """After recycle_episodes uses; episodes under way are not disturbed."""
+    pool = PagePool(config.model_copy(update={"recycle_episodes": 1}), AllowList(folders=(site,)))
+    try:
+        old = await pool.acquire("site")
+        [first] = chromium_pids()
+        await old.goto((site / "index.html").as_uri())
+        new = await pool.acquire("site")
+        assert new.chromium is not old.chromium
+        assert len(chromium_pids()) == 2
+        assert await old.evaluate("() => document.title") == "field"
+        await pool.release(old, reusable=True)
+        assert first not in chromium_pids()
+        await pool.release(new, reusable=True)
+    finally:
+        await pool.close()
+    assert children() == []
+
+
+def test_a_missing_chromium_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"browser.executable=.*nowhere"):
+        find_chromium(tmp_path / "nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setattr("megatron_webrl.browser.chromium.SYSTEM_FOLDERS", ())
+    with pytest.raises(UserError, match="chromium-headless-shell"):
+        find_chromium(None)
+    shell = tmp_path / "chromium_headless_shell-1200" / "chrome-linux" / "headless_shell"
+    shell.parent.mkdir(parents=True)
+    shell.touch(0o755)
+    assert find_chromium(None) == shell
+
+
+def test_the_allow_list_resolves_links_and_dots(site: Path) -> None:
+    allow = AllowList(folders=(site,), hosts=frozenset({"example.org"}))
+    assert allow.permits((site / "index.html").as_uri())
+    assert allow.permits("https://example.org/a?b")
+    for url in (
+        (site / "link.txt").as_uri(),
+        f"file://{site}/../secret.txt",
+        f"file://{site}/%2e%2e/secret.txt",
+        f"file://host{site}/index.html",
+        "http://sub.example.org/",
+        "http://example.org.evil.net/",
+        "http://example.org@evil.net/",
+        "ftp://example.org/",
+        "http://[",
+        "file:///%00",
+    ):
+        assert not allow.permits(url), url
+    assert replace(allow, hosts=frozenset()).host_rules == "MAP * ~NOTFOUND"

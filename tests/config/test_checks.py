@@ -1,0 +1,108 @@
+"""Checks against the disk: a model directory that cannot work is refused before anything starts, in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config import check_files, model_shape, validate
+from megatron_webrl.errors import UserError
+
+CONFIG = {
+    "model_type": "qwen3_vl",
+    "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": 512},
+    "vision_config": {"deepstack_visual_indexes": [0, 1]},
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "preprocessor_config.json", "model.safetensors"):
+        (path / name).write_text("")
+    return path
+
+
+def check(path: Path, **sections):
+    return check_files(validate({"model": {"path": path}, "tasks": {"names": ["click-test"]}, **sections}, "test"))
+
+
+def refusal(path: Path, **sections) -> str:
+    with pytest.raises(UserError) as caught:
+        check(path, **sections)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_whole_directory_passes(model: Path):
+    """A complete directory gives the shape of its config.json."""
+    assert check(model) == (4, 2, 6, 512, 2)
+    assert model_shape(model).layers == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("preprocessor_config.json", "has no preprocessor_config.json"),
+        ("model.safetensors", "has no *.safetensors"),
+    ],
+)
+def test_missing_file_is_named(model: Path, name: str, words: str):
+    """Each file that is lacking is named, with the directory."""
+    (model / name).unlink()
+    message = refusal(model)
+    assert words in message
+    assert f"model.path={model}" in message
+
+
+def test_processor_config_stands_in(model: Path):
+    """transformers 5 writes processor_config.json in place of preprocessor_config.json: either will do."""
+    (model / "preprocessor_config.json").rename(model / "processor_config.json")
+    check(model)
+
+
+def test_missing_directory(tmp_path: Path):
+    """A directory that is not there, or a file, is told as such."""
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "does not exist" in refusal(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "malformed"),
+        ("[]", "malformed"),
+        ('{"model_type": "qwen3_vl"}', "malformed"),
+        ('{"model_type": "llama"}', "holds a 'llama': only dense Qwen3-VL"),
+        ("{}", "holds a None"),
+    ],
+)
+def test_wrong_config_json(model: Path, text: str, words: str):
+    """Broken JSON, lacking keys and other architectures are told apart."""
+    (model / "config.json").write_text(text)
+    assert words in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"trainer": {"parallel": {"tp": 3}}}, "trainer.parallel.tp=3 does not divide the model's 4 attention heads"),
+        ({"trainer": {"parallel": {"tp": 4}}}, "use one of [1, 2]"),
+        ({"engine": {"tp": 3}}, "engine.tp=3 does not divide"),
+        ({"trainer": {"parallel": {"pp": 4}}}, "trainer.parallel.pp=4 does not divide the model's 6 decoder layers"),
+        ({"trainer": {"parallel": {"pp": 6}}}, "2 take deepstack features: use a smaller pp"),
+    ],
+)
+def test_layout_must_fit_the_model(model: Path, sections: dict, words: str):
+    """Tensor and pipeline sizes that do not fit are refused with those that do."""
+    assert words in refusal(model, **sections)
+
+
+def test_layouts_that_fit(model: Path):
+    """An engine may have more ranks than key-value heads (they are replicated); the trainer may not."""
+    check(model, trainer={"parallel": {"tp": 2, "pp": 3}}, engine={"tp": 4})

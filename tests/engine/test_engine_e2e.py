@@ -1,0 +1,327 @@
+"""The real SGLang behind an engine host: what it samples, what a refresh does to it, and what its death does.
+
+One SGLang serves all tests, in this order; each leaves it serving.  Logprobs are compared with transformers in float32.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from megatron_webrl.config import SamplingConfig
+from megatron_webrl.engine import EngineUnreachable, GenerationClient
+from megatron_webrl.processor import Processor
+from megatron_webrl.trajectory import FLOAT32, INT32, image_digest, unpack
+from megatron_webrl.wire import BlockingClient
+from megatron_webrl.wire.messages import Checksum, ChecksumValue, Done, Generated, LoadFromDisk
+
+if TYPE_CHECKING:
+    from megatron_webrl.trainer.refresh import WeightPublisher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+TOLERANCE = 1e-4
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+TEXT_PROMPT = "<|im_start|>user\nClick the button.<|im_end|>\n<|im_start|>assistant\n"
+IMAGE_PROMPT = f"<|im_start|>user\n{IMAGE}Click the button.<|im_end|>\n<|im_start|>assistant\n"
+TWO_IMAGES_PROMPT = f"<|im_start|>user\n{IMAGE}then{IMAGE}Click the button.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def screenshot(seed: int) -> bytes:
+    """A noisy PNG of the demo's size."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 255, (210, 160, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def named(*images: bytes) -> dict[str, bytes]:
+    return {image_digest(data): data for data in images}
+
+
+class Policy:
+    """Weights with a version: their export on disk, and what transformers says about tokens."""
+
+    def __init__(self, directory: Path, processor: Processor) -> None:
+        import torch
+        from safetensors.torch import load_file
+        from transformers import Qwen3VLForConditionalGeneration
+
+        self.directory, self.processor = directory, processor
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.tensors = list(load_file(directory / "model.safetensors").items())
+
+    def distribution(
+        self, prompt: Sequence[int], images: dict[str, bytes], response: Sequence[int], *, banned: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Log p at every response token [R, V], never-sampled tokens (and `banned`) masked, temperature 1."""
+        import torch
+
+        extra: dict[str, Any] = {}
+        grids: list[Any] = []
+        if images:
+            pixels, grid = self.processor.pixels(list(images.values()))
+            extra = {"pixel_values": pixels, "image_grid_thw": grid}
+            grids = [tuple(g) for g in grid.tolist()]
+        ids = torch.tensor([*self.processor.expand(prompt, grids).tolist(), *response])[None]
+        if images:
+            extra["mm_token_type_ids"] = (ids == self.processor.image_token_id).long()
+        with torch.no_grad():
+            logits = self.model(input_ids=ids, **extra).logits[0].float()
+        logits[:, [*self.processor.banned_ids().tolist(), *banned]] = -torch.inf
+        return torch.log_softmax(logits[-len(response) - 1 : -1], -1).numpy()
+
+    def logprobs(
+        self, prompt: Sequence[int], images: dict[str, bytes], response: Sequence[int], *, banned: Sequence[int] = ()
+    ) -> np.ndarray:
+        """Log p of the response tokens [R]."""
+        return self.distribution(prompt, images, response, banned=banned)[np.arange(len(response)), response]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model_dir: Path) -> Processor:
+    return Processor.load(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_model_dir: Path, processor: Processor, tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
+    """The starting weights and two others, all of them perturbed everywhere."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.set_num_threads(1)
+    made = [Policy(tiny_model_dir, processor)]
+    for seed in (1, 2):
+        directory = tmp_path_factory.mktemp("export") / f"seed{seed}"
+        shutil.copytree(tiny_model_dir, directory)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: tensor + 0.3 * (tensor.std(unbiased=False) + 0.01) * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in made[0].tensors
+        }
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        made.append(Policy(directory, processor))
+    return made
+
+
+@pytest.fixture(scope="module")
+def publisher(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublisher]:
+    """Beside a default process group, as in a trainer; several buckets."""
+    import torch
+
+    from megatron_webrl.trainer.refresh import WeightPublisher
+
+    own = not torch.distributed.is_initialized()
+    if own:
+        store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    publisher = WeightPublisher(engine.coordinator, engine.run_id, "gloo", 30.0, bucket_bytes=1 << 20)
+    yield publisher
+    publisher.close()
+    if own:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def control(engine: Any) -> Iterator[BlockingClient]:
+    client = BlockingClient(engine.host.status().address, engine.run_id, "test")
+    yield client
+    client.close()
+
+
+def ask(engine: Any, prompt: str, images: dict[str, bytes], processor: Processor, **options: Any) -> Generated:
+    settings = {"seed": 1, "temperature": 1.0, "timeout_s": 120.0, **options}
+    reply = engine.wait(engine.client.generate(processor.encode(prompt), images, **settings))
+    assert isinstance(reply, Generated)
+    return reply
+
+
+def difference(reply: Generated, policy: Policy, prompt: str, images: dict[str, bytes]) -> float:
+    response = unpack(reply.response_ids, INT32).tolist()
+    reference = policy.logprobs(policy.processor.encode(prompt), images, response)
+    return float(np.abs(reference - unpack(reply.logprobs, FLOAT32)).max())
+
+
+def checksum(control: BlockingClient) -> str:
+    return control.request(Checksum(30.0), timeout=40.0, expect=ChecksumValue).value
+
+
+def test_serves_nothing_before_the_trainer_published(engine, processor):
+    """A host whose SGLang is up waits for weights; a request waits too, and no longer than its deadline."""
+    engine.until_state("waiting_weights")
+    print(f"start: {time.monotonic() - engine.began:.1f} s")
+    began = time.monotonic()
+    with pytest.raises(EngineUnreachable):
+        ask(engine, TEXT_PROMPT, {}, processor, timeout_s=1.5)
+    assert time.monotonic() - began < 4
+
+
+def test_first_publish_opens_it(engine, publisher, policies, processor):
+    """A request that was waiting is served by the published version, and says how long it waited."""
+    waiting = engine.submit(
+        engine.client.generate(processor.encode(TEXT_PROMPT), {}, seed=1, temperature=1.0, timeout_s=60.0)
+    )
+    time.sleep(1.0)
+    report = publisher.publish(3, policies[0].tensors)
+    assert (report.hosts, report.failed, report.version) == (["engine-0"], [], 3)
+    reply = waiting.result(60)
+    assert set(unpack(reply.versions, INT32)) == {3}
+    assert reply.waited_s > 0.9
+    engine.until_state("serving")
+    assert engine.status.version == 3
+
+
+@pytest.mark.parametrize(("prompt", "images"), [(TEXT_PROMPT, 0), (IMAGE_PROMPT, 1), (TWO_IMAGES_PROMPT, 2)])
+def test_logprobs_are_those_of_the_masked_distribution(engine, policies, processor, prompt, images):
+    """Step-0 identity with transformers, at temperature 1 with never-sampled tokens masked, image or not."""
+    shown = named(*(screenshot(seed) for seed in range(images)))
+    for seed in range(4):
+        reply = ask(engine, prompt, shown, processor, seed=seed)
+        response = unpack(reply.response_ids, INT32)
+        assert len(response)
+        assert not set(response.tolist()) & set(processor.banned_ids().tolist())
+        assert difference(reply, policies[0], prompt, shown) < TOLERANCE
+        assert reply.finish_reason in ("stop", "length")
+        assert (reply.finish_reason == "stop") == (response[-1] == processor.end_token_id)
+
+
+def test_greedy(engine, policies, processor):
+    """Temperature 0 takes the most likely token that may be sampled, twice the same."""
+    shown = named(screenshot(7))
+    replies = [ask(engine, IMAGE_PROMPT, shown, processor, temperature=0.0) for _ in range(2)]
+    assert replies[0].response_ids == replies[1].response_ids
+    response = unpack(replies[0].response_ids, INT32)
+    rows = policies[0].distribution(processor.encode(IMAGE_PROMPT), shown, response.tolist())
+    assert (rows.argmax(-1) == response).all()
+
+
+def test_refresh_in_flight_is_exact(engine, publisher, policies, processor):
+    """Requests that run through a refresh: every token's version is true, and its logprob is that of its version's
+    weights over the whole prefix (KV is recomputed).  The next request of the same image uses no old embedding."""
+    prompt, shown = processor.encode(IMAGE_PROMPT), named(screenshot(3))
+    ends = [processor.end_token_id]
+    banned = np.concatenate([processor.banned_ids(), ends])
+
+    async def long_client() -> GenerationClient:
+        sampling = SamplingConfig(max_new_tokens=700)
+        return GenerationClient(engine.address, engine.run_id, "long", sampling, banned, ends, 300.0)
+
+    client = engine.wait(long_client())
+    flights = [
+        engine.submit(client.generate(prompt, shown, seed=i, temperature=1.0, timeout_s=200.0)) for i in range(4)
+    ]
+    engine.until(lambda: engine.status.running >= 4, 30, "in flight")
+    time.sleep(0.7)
+    report = publisher.publish(4, policies[1].tensors)
+    assert report.hosts == ["engine-0"]
+    print(f"refresh in flight: {report.seconds:.3f} s")
+    split = 0
+    for flight in flights:
+        reply = flight.result(200)
+        response, versions = unpack(reply.response_ids, INT32).tolist(), unpack(reply.versions, INT32)
+        assert set(versions) <= {3, 4}
+        assert (np.diff(versions) >= 0).all()
+        got = unpack(reply.logprobs, FLOAT32)
+        for version, policy in ((3, policies[0]), (4, policies[1])):
+            mine = versions == version
+            reference = policy.logprobs(prompt, shown, response, banned=ends)
+            if mine.any():
+                assert np.abs(reference - got)[mine].max() < TOLERANCE
+            if (~mine).any():
+                assert np.abs(reference - got)[~mine].max() > 0.01
+        split += len(set(versions)) == 2
+        assert reply.waited_s > 0
+    assert split, "no request ran through the refresh"
+    engine.wait(client.close())
+    after = ask(engine, IMAGE_PROMPT, shown, processor)
+    assert set(unpack(after.versions, INT32)) == {4}
+    assert difference(after, policies[1], IMAGE_PROMPT, shown) < TOLERANCE
+
+
+def test_repeated_refreshes_keep_the_group(engine, publisher, policies, processor):
+    """Further refreshes reuse the weight group; the same image and prefix stay exact each time."""
+    shown = named(screenshot(3))
+    seconds = []
+    for version, policy in ((5, policies[2]), (6, policies[0]), (7, policies[1])):
+        seconds.append(publisher.publish(version, policy.tensors).seconds)
+        reply = ask(engine, IMAGE_PROMPT, shown, processor)
+        assert set(unpack(reply.versions, INT32)) == {version}
+        assert difference(reply, policy, IMAGE_PROMPT, shown) < TOLERANCE
+    print("refresh seconds:", [round(s, 3) for s in seconds])
+    assert publisher._groups_made == 1
+
+
+def test_checksum_proves_the_weights(engine, publisher, policies, control):
+    """A refreshed engine holds what a second load of the same export from disk gives, and nothing else does."""
+    publisher.publish(8, policies[2].tensors)
+    refreshed = checksum(control)
+    for policy, same in ((policies[1], False), (policies[2], True)):
+        control.request(LoadFromDisk(str(policy.directory), 8, 60.0), timeout=70.0, expect=Done)
+        assert (checksum(control) == refreshed) is same
+    assert engine.host.state == "serving"
+
+
+def scheduler() -> psutil.Process:
+    return next(p for p in psutil.Process().children(recursive=True) if p.name() == "sglang::scheduler")
+
+
+def test_killed_sglang_comes_back(engine, publisher, policies, processor):
+    """kill -9 in mid-generation: a new incarnation waits for weights, and the request completes once it has them."""
+    before = engine.status.incarnation
+    prompt, shown = processor.encode(IMAGE_PROMPT), named(screenshot(9))
+    flight = engine.submit(engine.client.generate(prompt, shown, seed=1, temperature=1.0, timeout_s=400.0))
+    scheduler().send_signal(signal.SIGKILL)
+    engine.until_state("starting", 20)
+    engine.until_state("waiting_weights")
+    assert engine.status.incarnation == before + 1
+    report = publisher.publish(9, policies[0].tensors)
+    assert report.hosts == ["engine-0"]
+    reply = flight.result(60)
+    if unpack(reply.versions, INT32)[0] == 9:  # else it was done before the kill
+        assert difference(reply, policies[0], IMAGE_PROMPT, shown) < TOLERANCE
+
+
+def test_stuck_in_a_broadcast(engine, publisher, policies, processor):
+    """An SGLang that hangs inside a broadcast is killed by its host at the deadline; the publisher returns with it in
+    `failed`, and the restarted one takes the weights."""
+
+    class Stopping(list):
+        def __iter__(self) -> Iterator[Any]:
+            for place, item in enumerate(super().__iter__()):
+                if place == len(self) // 2:
+                    scheduler().send_signal(signal.SIGSTOP)
+                yield item
+
+    from megatron_webrl.trainer.refresh import WeightPublisher
+
+    impatient = WeightPublisher(engine.coordinator, engine.run_id, "gloo", 4.0, bucket_bytes=1 << 20)
+    began = time.monotonic()
+    report = impatient.publish(10, Stopping(policies[1].tensors))
+    assert (report.hosts, report.failed) == ([], ["engine-0"])
+    assert time.monotonic() - began < 20
+    impatient.close()
+    engine.until_state("waiting_weights")
+    assert publisher.publish(11, policies[1].tensors).hosts == ["engine-0"]
+    reply = ask(engine, IMAGE_PROMPT, named(screenshot(3)), processor)
+    assert set(unpack(reply.versions, INT32)) == {11}
+    assert difference(reply, policies[1], IMAGE_PROMPT, named(screenshot(3))) < TOLERANCE
+
+
+def test_processes_carry_their_mark(engine):
+    """Every process of an SGLang can be found by its mark, also under its changed title (the fixture's end uses it)."""
+    from megatron_webrl.processes import marked
+
+    names = {p.name() for p in marked(f"{engine.run_id}/engine-0/sglang")}
+    assert {"sglang::scheduler", "sglang::detokenizer"} <= names
+    assert os.getpid() not in {p.pid for p in marked(engine.run_id)}

@@ -1,0 +1,46 @@
+"""Placement: every role once, GPUs as the layout says, too few of them refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.errors import UserError
+from megatron_webrl.launch.placement import count_gpus, describe, place
+
+
+def config(**sections: Any) -> RunConfig:
+    return validate({"model": {"path": "m"}, "tasks": {"names": ["click-test"]}, **sections}, "test")
+
+
+def test_on_a_cpu_every_role_is_there_once() -> None:
+    c = config(trainer={"parallel": {"tp": 2, "pp": 2}}, engine={"hosts": 2}, browser={"workers": 3})
+    roles = place(c, Path("/tmp/x"), 0)
+    names = [r.name for r in roles]
+    assert len(set(names)) == len(names) == 2 + 2 + 4 + 3
+    assert not any(r.gpus for r in roles)
+    assert all(name in describe(roles, c) for name in names)
+
+
+@pytest.mark.parametrize(("gpus", "trainer", "engines"), [(4, [0, 1], [2, 3]), (2, [0, 1], [0, 1]), (3, [0, 1], [2, 0])])
+def test_trainer_ranks_take_the_first_gpus_and_engines_the_next(gpus: int, trainer: list[int], engines: list[int]) -> None:
+    roles = place(config(trainer={"parallel": {"dp": 2}}, engine={"hosts": 2}), Path("/tmp/x"), gpus)
+    assert [r.gpus for r in roles if r.name.startswith("trainer")] == [(g,) for g in trainer]
+    assert [r.gpus for r in roles if r.name.startswith("engine")] == [(g,) for g in engines]
+
+
+def test_too_few_gpus_are_refused_naming_the_key() -> None:
+    with pytest.raises(UserError, match=r"trainer\.parallel"):
+        place(config(trainer={"parallel": {"dp": 4}}), Path("/tmp/x"), 2)
+    with pytest.raises(UserError, match=r"engine\.tp=4"):
+        place(config(engine={"tp": 4}), Path("/tmp/x"), 2)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert count_gpus("auto") == count_gpus("cpu") == 0
+    with pytest.raises(UserError, match="device=cuda"):
+        count_gpus("cuda")

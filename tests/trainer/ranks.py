@@ -1,0 +1,174 @@
+"""What trainer tests share: configurations, synthetic trajectories, and several ranks at once."""
+
+from __future__ import annotations
+
+import io
+import queue
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as multiprocessing
+
+from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.processor import Processor
+from megatron_webrl.trajectory import (
+    FLOAT32,
+    INT32,
+    Assignment,
+    Group,
+    ImageRef,
+    Lane,
+    Outcome,
+    Step,
+    Task,
+    Trajectory,
+    encode_steps,
+    image_digest,
+    pack,
+)  # fmt: skip
+
+RANKS_DEADLINE_S = 240.0
+
+
+def run_config(model: Path, **sections: Any) -> RunConfig:
+    """A float32 CPU configuration around `model`."""
+    data: dict[str, Any] = {
+        "device": "cpu",
+        "model": {"path": str(model)},
+        "tasks": {"names": ["click-test"]},
+        "algorithm": {"epochs": 2, "minibatches": 2},
+        "trainer": {
+            "dtype": "float32",
+            "threads": 1,
+            "collective_timeout_s": 60,
+            "max_tokens_per_microbatch": 1024,
+            "optimizer": {"lr": 1e-3},
+        },
+    }
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
+    return validate(data, "test")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def picture(rng: np.random.Generator, width: int, height: int) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+class Recorded:
+    """Random groups of trajectories with their screenshots, and the fetchers a trainer asks."""
+
+    def __init__(
+        self, processor: Processor, *, groups: int, size: int = 4, steps: int = 2, version: int = 3, seed: int = 0
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        allowed = np.setdiff1d(np.arange(processor.vocab_size), processor.banned_ids())
+        self.images: dict[str, bytes] = {}
+        self.groups: dict[int, Group] = {}
+        self.fetched: list[int] = []
+
+        def image(width: int, height: int) -> ImageRef:
+            data = picture(rng, width, height)
+            digest = image_digest(data)
+            self.images[digest] = data
+            return ImageRef(digest, width, height, processor.grid(width, height))
+
+        for group_id in range(10, 10 + groups):
+            task = Task(f"miniwob/click-test/{group_id}", "miniwob", "click-test", group_id, 10)
+            first = image(*((160, 128) if group_id % 2 else (96, 128)))
+            trajectories = []
+            for sample in range(size):
+                turns = []
+                for turn in range(1 + int(rng.integers(steps)) if steps > 1 else 1):
+                    seen = [first] if turn == 0 else [first, image(128, 96)]
+                    text = "<|im_start|>user\n" + "<|vision_start|><|image_pad|><|vision_end|>" * len(seen)
+                    prompt = processor.encode(text + "Click the button.<|im_end|>\n<|im_start|>assistant\n")
+                    response = rng.choice(allowed, int(rng.integers(3, 12)))
+                    turns.append(
+                        Step(
+                            prompt_ids=pack(prompt, INT32),
+                            images=seen,
+                            response_ids=pack(response, INT32),
+                            logprobs=pack(rng.uniform(-7.5, -4.5, len(response)), FLOAT32),
+                            versions=pack(np.full(len(response), version), INT32),
+                            finish_reason="stop",
+                            text="",
+                            action=None,
+                        )
+                    )
+                tokens = sum(len(turn.response_ids) // 4 for turn in turns)
+                trajectories.append(
+                    Trajectory(
+                        assignment=Assignment(task, group_id, sample, 0, Lane.TRAIN, 0, 1.0, 60.0),
+                        outcome=Outcome.SUCCESS if sample % 2 else Outcome.FAILURE,
+                        reason="",
+                        reward=float(sample % 2 or rng.integers(2)),
+                        num_steps=len(turns),
+                        response_tokens=tokens,
+                        min_version=version,
+                        max_version=version,
+                        digests=[],
+                        worker="w",
+                        started_at=0.0,
+                        finished_at=0.0,
+                        payload=encode_steps(turns),
+                    )
+                )
+            trajectories[0].reward = 0.0
+            self.groups[group_id] = Group(group_id, task, trajectories)
+
+    def fetch_groups(self, ids: list[int]) -> list[Group]:
+        self.fetched.extend(ids)
+        return [self.groups[i] for i in ids]
+
+    def fetch_images(self, digests: list[str]) -> dict[str, bytes]:
+        return {digest: self.images[digest] for digest in digests}
+
+
+def _rank(function: Callable[..., Any], rank: int, ranks: int, args: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, function(rank, ranks, *args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """`function(rank, ranks, *args)` in so many processes; their results in order.  Fails after RANKS_DEADLINE_S."""
+    context = multiprocessing.get_context("forkserver")  # imports once, then forks
+    context.set_forkserver_preload(["megatron_webrl.trainer"])
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ranks, args, results), daemon=True) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    try:
+        for _ in range(ranks):
+            try:
+                rank, value, error = results.get(timeout=RANKS_DEADLINE_S)
+            except queue.Empty:
+                raise AssertionError(f"ranks other than {sorted(found)} gave no result") from None
+            assert error is None, error
+            found[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+    return [found[rank] for rank in range(ranks)]

@@ -1,0 +1,103 @@
+"""Layout invariance: loss and gradients do not depend on TP, PP, SP, DP or the distributed optimizer."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Recorded, free_port, on_ranks, run_config
+from safetensors.torch import load_file
+
+from megatron_webrl.errors import UserError
+from megatron_webrl.trainer import PolicyTrainer, rows_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2-pp2-sp": {"tp": 2, "pp": 2, "sequence_parallel": True, "distributed_optimizer": True},
+    "tp2-dp2": {"tp": 2, "dp": 2},
+    "pp2-dp2": {"pp": 2, "dp": 2, "distributed_optimizer": True},
+    "dp4": {"dp": 4, "distributed_optimizer": True},
+}
+"""Three groups in minibatches of two and one: with four shards, some have nothing to do in an update."""
+GROUPS = [10, 11, 12]
+
+
+def steps_in(model: Path, parallel: dict[str, Any], place: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Export, logprobs, two steps, a checkpoint between them."""
+    config = run_config(model, trainer={"parallel": parallel, "max_tokens_per_microbatch": 500})
+    trainer = PolicyTrainer(config, **place, total_steps=10)
+    recorded = Recorded(trainer.processor, groups=3, size=2)
+    initial = trainer.export()
+    same = None
+    if initial is not None:
+        original = load_file(model / "model.safetensors")
+        same = len(initial) == len(original) and all(torch.equal(t, original[name]) for name, t in initial)
+    rows = [row for g in recorded.groups.values() for t in g.trajectories for row in rows_of(t, 1.0)]
+    logprobs = trainer.logprobs(rows, recorded.fetch_images)
+    recorded.fetched.clear()
+    metrics = [trainer.train_step(GROUPS, recorded.fetch_groups, recorded.fetch_images, version=3).metrics]
+    fetched = list(recorded.fetched)
+    trainer.save(out / "checkpoint", {"step": 1})
+    metrics.append(trainer.train_step(GROUPS, recorded.fetch_groups, recorded.fetch_images, version=3).metrics)
+    trainer.save_hf(out / "hf")
+    leads = trainer.layout.leads
+    trainer.close()
+    return {"same": same, "logprobs": logprobs, "metrics": metrics, "fetched": fetched, "leads": leads}
+
+
+def all_layouts(rank: int, ranks: int, model: Path, ports: list[int], out: Path) -> list[dict[str, Any]]:
+    """Runs in each of four processes, one layout after the other."""
+    place = {"rank": rank, "world_size": ranks, "master_address": "127.0.0.1"}
+    return [
+        steps_in(model, parallel, {**place, "master_port": port}, out / name)
+        for (name, parallel), port in zip(LAYOUTS.items(), ports, strict=True)
+    ]
+
+
+def compare(got: dict[str, float], want: dict[str, float]) -> None:
+    for name, value in want.items():
+        if not name.startswith("time/"):
+            assert got[name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+
+
+@pytest.mark.timeout(300)
+def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
+    """Against one rank, for every layout: the export is the directory's weights bit by bit before training, equal
+    logprobs on every rank, equal metrics (loss and gradient norm among them) of two steps with four updates each, and
+    equal weights after them.  Only leads fetch.  A checkpoint of one layout goes on in another."""
+    alone = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1"}
+    reference = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "one")
+    assert reference["same"]
+    weights = load_file(tmp_path / "one" / "hf" / "model.safetensors")
+    results = on_ranks(all_layouts, 4, deep_model_dir, [free_port() for _ in LAYOUTS], tmp_path)
+    for layout, name in enumerate(LAYOUTS):
+        assert results[0][layout]["same"], name
+        for rank in range(4):
+            result = results[rank][layout]
+            for got, want in zip(result["metrics"], reference["metrics"], strict=True):
+                compare(got, want)
+            for got, want in zip(result["logprobs"], reference["logprobs"], strict=True):
+                np.testing.assert_allclose(got, want, atol=2e-5)
+            assert bool(result["fetched"]) <= result["leads"]
+        assert set(chain(*(r[layout]["fetched"] for r in results))) == set(GROUPS)
+        trained = load_file(tmp_path / name / "hf" / "model.safetensors")
+        assert trained.keys() == weights.keys()
+        for key, tensor in trained.items():
+            torch.testing.assert_close(tensor, weights[key], rtol=0, atol=2e-4, msg=lambda text, k=key: f"{k}: {text}")
+
+    for name in ("tp2-pp2-sp", "tp2-dp2"):
+        other = {"distributed_optimizer": LAYOUTS[name].get("distributed_optimizer", False)}
+        config = run_config(deep_model_dir, trainer={"parallel": other})
+        trainer = PolicyTrainer(config, **alone, master_port=free_port(), total_steps=10)
+        try:
+            recorded = Recorded(trainer.processor, groups=3, size=2)
+            with pytest.raises(UserError, match="distributed_optimizer"):
+                trainer.load(tmp_path / {"tp2-pp2-sp": "tp2-dp2", "tp2-dp2": "dp4"}[name] / "checkpoint")
+            assert trainer.load(tmp_path / name / "checkpoint") == {"step": 1}
+            again = trainer.train_step(GROUPS, recorded.fetch_groups, recorded.fetch_images, version=3)
+            compare(again.metrics, reference["metrics"][1])
+        finally:
+            trainer.close()

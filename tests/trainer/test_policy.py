@@ -1,0 +1,264 @@
+"""One rank: the model against transformers, and what a trainer promises."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Recorded, free_port, run_config
+
+from megatron_webrl.errors import UserError
+from megatron_webrl.trainer import PolicyTrainer, rows_of
+
+Make = Callable[..., PolicyTrainer]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes trainers of one rank, one at a time; the last is closed at the end."""
+    made: list[PolicyTrainer] = []
+
+    def build(model: Path, **sections: Any) -> PolicyTrainer:
+        if made:
+            made.pop().close()
+        place = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1", "master_port": free_port()}
+        made.append(PolicyTrainer(run_config(model, **sections), **place, total_steps=10))
+        return made[-1]
+
+    yield build
+    if made:
+        made.pop().close()
+
+
+def rows(recorded: Recorded) -> list:
+    return [row for g in recorded.groups.values() for t in g.trajectories for row in rows_of(t, 1.0)]
+
+
+def reference_loss(model: Any, trainer: PolicyTrainer, recorded: Recorded) -> tuple[torch.Tensor, list[np.ndarray]]:
+    """Token mean cross entropy by transformers, row by row, and the logprobs."""
+    banned = torch.from_numpy(trainer.banned[: trainer.processor.vocab_size])
+    found, total, tokens = [], torch.zeros(()), 0
+    for row in rows(recorded):
+        sample = trainer.prepare(row)
+        ids = torch.from_numpy(sample.ids)[None]
+        pixels, grids = trainer.processor.pixels([recorded.images[digest] for digest in sample.digests])
+        kind = (ids == trainer.processor.image_token_id).int()
+        logits = model(input_ids=ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kind).logits[0]
+        logp = logits.masked_fill(banned, float("-inf")).log_softmax(-1)[-sample.tokens - 1 : -1]
+        logp = logp.gather(1, ids[0, -sample.tokens :, None]).squeeze(1)
+        found.append(logp.detach().numpy())
+        total, tokens = total - logp.sum(), tokens + sample.tokens
+    return total / tokens, found
+
+
+@pytest.mark.parametrize("which", ["deep_model_dir", "untied_model_dir"])
+def test_logprobs_gradients_and_export_are_those_of_transformers(
+    which: str, request: pytest.FixtureRequest, make: Make
+) -> None:
+    """Same forward, same gradient of every parameter, and the export is the directory's weights bit by bit."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    directory = request.getfixturevalue(which)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    trainer = make(directory, trainer={"optimizer": {"lr": 1e-3, "clip_grad": 0.0}})
+    recorded = Recorded(trainer.processor, groups=2)
+    exported = trainer.export()
+    assert exported is not None
+    state = model.state_dict()
+    assert {name for name, _ in exported} == set(state) - ({"lm_head.weight"} if which == "deep_model_dir" else set())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported)
+
+    loss, expected = reference_loss(model, trainer, recorded)
+    for got, want in zip(trainer.logprobs(rows(recorded), recorded.fetch_images), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    metrics = trainer.sft_step(rows(recorded), recorded.fetch_images)
+    assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+    # the gradients are exported by the mapping of the weights: put them in the parameters' place
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.copy_(parameter.main_grad)
+    gradients = dict(trainer.export() or [])
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            assert parameter.grad is not None
+            scale = parameter.grad.abs().max()
+            assert (gradients[name] - parameter.grad).abs().max() <= 2e-5 * scale + 1e-9, name
+
+
+def test_micro_batches_do_not_matter(deep_model_dir: Path, make: Make) -> None:
+    """Two train steps with one micro-batch, or one a row, give the same losses and gradient norms."""
+    results = []
+    for budget in (1, 100_000):
+        trainer = make(deep_model_dir, trainer={"max_tokens_per_microbatch": budget})
+        recorded = Recorded(trainer.processor, groups=3, size=2)
+        steps = [
+            trainer.train_step([10, 11, 12], recorded.fetch_groups, recorded.fetch_images, version=3) for _ in "ab"
+        ]
+        results.append([step.metrics for step in steps])
+    for one, other in zip(*results, strict=True):
+        for name in one:
+            if not name.startswith("time/"):
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+def test_step_zero_identity_and_metrics(deep_model_dir: Path, make: Make) -> None:
+    """Behaviour logprobs taken from the trainer itself: no difference, ratio 1, KL 0 in the first update."""
+    from megatron_webrl.trajectory import FLOAT32, decode_steps, encode_steps, pack
+
+    trainer = make(deep_model_dir, algorithm={"epochs": 1, "minibatches": 1})
+    recorded = Recorded(trainer.processor, groups=2)
+    logprobs = iter(trainer.logprobs(rows(recorded), recorded.fetch_images))
+    for trajectory in (t for group in recorded.groups.values() for t in group.trajectories):
+        steps = decode_steps(trajectory.payload)
+        for step in steps:
+            step.logprobs = pack(next(logprobs), FLOAT32)
+        trajectory.payload = encode_steps(steps)
+    report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
+    metrics = report.metrics
+    assert report.applied_updates == 1
+    assert metrics["engine/logprob_diff_max"] < 1e-5
+    assert metrics["engine/logprob_tokens"] == sum(
+        t.response_tokens for g in recorded.groups.values() for t in g.trajectories
+    )
+    for name in ("approx_kl_abs/avg", "behave_approx_kl_abs/avg", "clip_ratio", "dual_clip_ratio"):
+        assert metrics[f"ppo_actor/update/{name}"] < 1e-5
+    assert metrics["ppo_actor/update/actor_loss/avg"] == pytest.approx(-metrics["ppo_actor/advantages/avg"], abs=1e-6)
+    rewards = [t.reward for g in recorded.groups.values() for t in g.trajectories]
+    assert metrics["rollout/reward"] == pytest.approx(np.mean(rewards))
+    other = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=4).metrics
+    assert other["engine/logprob_tokens"] == 0  # none of them was sampled by version 4
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, make: Make) -> None:
+    """The update is skipped and counted; the weights stay as they are, and training goes on."""
+    trainer = make(deep_model_dir)
+    recorded = Recorded(trainer.processor, groups=2)
+    before = dict(trainer.export() or [])
+    samples = [trainer.prepare(row) for row in rows(recorded)]
+    pixels = trainer.fetch_pixels(samples, recorded.fetch_images)
+
+    def broken(logp: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(logp, float("nan")), torch.zeros(1, dtype=torch.float64)
+
+    assert not trainer.update(samples, pixels, broken, reported=1).applied
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
+    assert trainer.sft_step(rows(recorded), recorded.fetch_images)["sft/skipped_updates"] == 0
+    with torch.no_grad():
+        trainer.model.language_model.decoder.final_layernorm.weight[0] = float("nan")
+    report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
+    assert report.applied_updates == 0
+    assert report.metrics["ppo_actor/skipped_updates"] == 4
+    assert report.metrics["engine/logprob_diff_max"] == float("inf")
+
+
+def test_resumed_equals_unbroken(deep_model_dir: Path, make: Make, tmp_path: Path) -> None:
+    """Save after a step, go on in another trainer: the next step's metrics and weights are the same."""
+
+    def step(trainer: PolicyTrainer) -> dict[str, float]:
+        report = trainer.train_step([10, 11, 12], recorded.fetch_groups, recorded.fetch_images, version=3)
+        return {name: value for name, value in report.metrics.items() if not name.startswith("time/")}
+
+    optimizer = {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    trainer = make(deep_model_dir, trainer={"optimizer": optimizer})
+    recorded = Recorded(trainer.processor, groups=3)
+    step(trainer)
+    trainer.save(tmp_path / "checkpoint", {"step": 1, "version": 5})
+    unbroken, weights = step(trainer), dict(trainer.export() or [])
+
+    trainer = make(deep_model_dir, trainer={"optimizer": optimizer})
+    assert trainer.load(tmp_path / "checkpoint") == {"step": 1, "version": 5}
+    assert step(trainer) == unbroken
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path: Path) -> None:
+    """Missing, cut short, one bit changed, state altered: a UserError that names the file, and nothing is loaded."""
+    trainer = make(deep_model_dir)
+    whole = tmp_path / "whole"
+    trainer.save(whole, {"step": 1})
+    before = dict(trainer.export() or [])
+    with pytest.raises(UserError, match="nowhere"):
+        trainer.load(tmp_path / "nowhere")
+    shard = next(whole.glob("*.distcp")).name
+
+    def damage(name: str, change: Callable[[bytes], bytes | None]) -> Path:
+        broken = tmp_path / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(whole, broken)
+        data = change((broken / name).read_bytes())
+        (broken / name).unlink() if data is None else (broken / name).write_bytes(data)
+        return broken
+
+    def flip(data: bytes) -> bytes:
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    for name, change in [
+        (shard, lambda data: data[: len(data) // 2]),
+        (shard, flip),
+        (shard, lambda data: None),
+        (".metadata", flip),
+        ("state.json", lambda data: data.replace(b'"step": 1', b'"step": 2')),
+        ("state.json", lambda data: b"{"),
+        ("state.json", lambda data: None),
+    ]:
+        with pytest.raises(UserError, match=r"broken.*" + name.replace(".", r"\.")):
+            trainer.load(damage(name, change))
+    for name in ("metadata.json", "integrity.json"):
+        with pytest.raises(UserError, match="broken"):
+            trainer.load(damage(name, lambda data: None))
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
+
+
+def test_saved_directory_is_complete(deep_model_dir: Path, make: Make, tmp_path: Path) -> None:
+    """transformers and our own processor load it, and it holds the trained weights."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from megatron_webrl.config import check_files
+
+    trainer = make(deep_model_dir)
+    recorded = Recorded(trainer.processor, groups=2)
+    trainer.sft_step(rows(recorded), recorded.fetch_images)
+    trainer.save_hf(tmp_path / "out" / "model")
+    trainer.save_hf(tmp_path / "out" / "model")  # in place of the first
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model"]
+    state = Qwen3VLForConditionalGeneration.from_pretrained(
+        tmp_path / "out" / "model", dtype=torch.float32
+    ).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.export() or [])
+    check_files(run_config(tmp_path / "out" / "model"))
+
+
+def test_supervised_steps_learn(deep_model_dir: Path, make: Make) -> None:
+    """The cross entropy of a few demonstrations falls."""
+    trainer = make(deep_model_dir, trainer={"optimizer": {"lr": 3e-3}})
+    recorded = Recorded(trainer.processor, groups=1, size=3, steps=1)
+    losses = [trainer.sft_step(rows(recorded), recorded.fetch_images)["sft/loss"] for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_wrong_input_is_told(deep_model_dir: Path, tmp_path: Path, make: Make) -> None:
+    """Ranks that do not fit the layout, a truncated weight file, a weight that is missing."""
+    with pytest.raises(UserError, match=r"trainer\.parallel"):
+        make(deep_model_dir, trainer={"parallel": {"tp": 2}})
+    broken = shutil.copytree(deep_model_dir, tmp_path / "broken")
+    file = next(broken.glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        make(broken)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(deep_model_dir / file.name)
+    weights.pop("model.language_model.norm.weight")
+    save_file(weights, file)
+    with pytest.raises(UserError, match=r"lack model\.language_model\.norm\.weight"):
+        make(broken)
