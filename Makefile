@@ -9,8 +9,8 @@ help: ## What can be done here
 setup: ## Everything the project needs, in .venv/ (about 4 minutes once, then a second)
 	@bash scripts/setup.sh
 
-demo: setup ## The whole loop on real input, about 15 minutes: a picture of what was learned in runs/demo/
-	@$(BIN)/megatron-webrl demo
+demo: ## The whole loop on real input, about 15 minutes: a picture of what was learned in runs/demo/
+	@began=$$(date +%s); bash scripts/setup.sh && $(BIN)/megatron-webrl demo --setup-seconds $$(($$(date +%s) - began))
 
 test: setup ## All tests: the fast ones, then those that drive the real engine, browser and trainer
 	@bash scripts/test.sh
@@ -20,10 +20,9 @@ lint: setup ## ruff (rules and format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup ## Every benchmark in benchmarks/
-	@if ls benchmarks/*.py >/dev/null 2>&1; then \
-		for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done; \
-	else echo "bench: there is no benchmark in benchmarks/ yet"; fi
+bench: setup ## Every benchmark in benchmarks/ (after `make demo`, whose warm model they run)
+	@for file in benchmarks/[a-z]*.py; do name=$$(basename $$file .py); \
+		echo "== python -m benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 soak: setup ## Long runs under faults
 	@if grep -rqs 'pytest.mark.soak' tests; then $(BIN)/python -m pytest -m soak; \

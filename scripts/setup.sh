@@ -34,7 +34,7 @@ stage() {
     trap - INT TERM
     if [ -t 1 ]; then printf '\r\033[K'; fi
     if [ "$status" != 0 ]; then
-        grep -v -E '^WARNING: Location|^$' "$LOG" | tail -n 6 | sed 's/^/    /' >&2
+        grep -v -E '^WARNING: Location|^$|^###' "$LOG" | tail -n 6 | sed 's/^/    /' >&2
         die "$what failed: $remedy (all of its output: $LOG)"
     fi
     say "$what: $((SECONDS - began)) s"
@@ -87,13 +87,13 @@ fi
 # --- Python environment ----------------------------------------------------------------------------------------------
 
 began_all=$SECONDS
-if [ -e "$VENV" ] && ! { suits "$PY" && [ -d "$VENV/lib" ]; }; then
-    say "$VENV does not run any more (its Python is gone or of another version): it is made anew"
-    rm -rf "$VENV"
-fi
-if [ ! -e "$VENV" ]; then
+if ! { suits "$PY" && [ -d "$VENV/lib" ]; }; then
     python=$(find_python) || die "no Python ≥3.12 and <3.14 that can make environments was found on PATH, in pyenv or through" \
-        "uv: install one (Debian, Ubuntu: apt-get install python3.12 python3.12-venv; pyenv: pyenv install 3.12; or install uv)"
+        "uv: install one (apt-get install python3.12 python3.12-venv where the system has it, pyenv install 3.12, or install uv)"
+    if [ -e "$VENV" ]; then
+        say "$VENV does not run any more (its Python is gone or of another version): it is made anew"
+        rm -rf "$VENV"
+    fi
     need=$([ "$device" = gpu ] && echo 16 || echo 9)
     free=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1048576))
     [ "$free" -ge "$need" ] || die "$PWD has $free GB free, and $need GB are needed: make room or clone to a larger disk"

@@ -112,7 +112,7 @@ class Chromium:
                 self._processes = [*self._drivers, *(child for driver in self._drivers for child in driver.children())]
         except Exception as error:
             await self.close()
-            raise BrowserFault(f"{executable} did not start: {str(error).splitlines()[:1]}") from error
+            raise BrowserFault(f"{executable} did not start: {str(error).partition(chr(10))[0]}") from error
         except BaseException:
             await self.close()
             raise

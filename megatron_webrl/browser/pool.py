@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from megatron_webrl.browser.chromium import Chromium
 from megatron_webrl.browser.faults import BrowserFault
@@ -16,9 +17,6 @@ from megatron_webrl.config import BrowserConfig
 
 log = logging.getLogger(__name__)
 
-PAGES_A_SLOT = 2
-"""Open pages, at most, for each slot: enough that slots seldom wait for a page to load."""
-
 
 class PagePool:
     """Pages for `config.slots` episodes at once."""
@@ -26,7 +24,7 @@ class PagePool:
     def __init__(self, config: BrowserConfig, allow: AllowList) -> None:
         self._config = config
         self._allow = allow
-        self._limit = PAGES_A_SLOT * config.slots
+        self._limit = config.page_limit
         self._room = asyncio.Semaphore(config.slots)
         self._launching = asyncio.Lock()
         self._chromium: Chromium | None = None
@@ -41,7 +39,8 @@ class PagePool:
             chromium = await self._ready()
             page = next((p for p in reversed(self._free) if p.used_for == purpose), None)
             if page is None and self._free and chromium.pages >= self._limit:
-                page = self._free[0]
+                kinds = Counter(p.used_for for p in self._free)
+                page = max(self._free, key=lambda p: kinds[p.used_for])  # not the oldest: tasks come in turn
             if page is not None:
                 self._free.remove(page)
             else:

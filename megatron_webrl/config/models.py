@@ -86,8 +86,16 @@ class BrowserConfig(Section):
     """Width and height of the part that the agent sees, from the top left corner; null: the whole viewport."""
     action_timeout_s: float = Field(default=20.0, gt=0)
     """Deadline of one browser call."""
+    pages: int | None = Field(default=None, gt=0)
+    """Most open pages of a worker, about 25 MB each: idle ones stay ready for another episode of the task they showed.
+    group_size × tasks is ideal; null: 4 × slots."""
     recycle_episodes: int = Field(default=2000, gt=0)
     """A Chromium is replaced after so many episodes."""
+
+    @property
+    def page_limit(self) -> int:
+        """Most open pages of a worker; never fewer than slots."""
+        return max(self.slots, self.pages or 4 * self.slots)
 
     @property
     def view(self) -> tuple[int, int]:

@@ -45,8 +45,10 @@ async def engine(
     config: RunConfig, *, run_id: str, name: str, index: int, address: str, coordinator_address: str
 ) -> None:
     from megatron_webrl.engine import EngineHost
+    from megatron_webrl.observe import Tracer
 
     run_dir = Path(config.run_dir)
+    tracer = Tracer(run_dir / "trace" / f"{name}.jsonl", name) if config.observe.trace else None
     host = EngineHost(
         config,
         run_id=run_id,
@@ -55,6 +57,7 @@ async def engine(
         address=address,
         coordinator_address=coordinator_address,
         log_dir=run_dir / "logs",
+        trace=tracer,
     )
     await host.run()
 
@@ -88,8 +91,8 @@ def trainer(
     store_address: str,
     resume: Path | None,
 ) -> None:
-    from megatron_webrl.trainer.loop import TrainerLoop
     from megatron_webrl.observe import Tracer
+    from megatron_webrl.trainer.loop import TrainerLoop
 
     tracer = Tracer(Path(config.run_dir) / "trace" / f"trainer-{rank}.jsonl", f"trainer-{rank}")
     TrainerLoop(

@@ -34,8 +34,8 @@ const imagesReady = () => {
   return Promise.race([Promise.all(ready), new Promise(done => setTimeout(done, 5000))]);
 };
 """
-# Begins an episode on a loaded page.  The display of reward and time is hidden, its clock is set to a day, a blinking
-# caret is made invisible; the token tells this episode's document from any other that the agent may navigate to.
+# Begins an episode on a loaded page.  The display of reward and time is hidden and stopped, the clock is set to a day, a
+# blinking caret is made invisible; the token tells this episode's document from any other that the agent may navigate to.
 RESET = (
     "async ([seed, token]) => {"
     + IMAGES
@@ -50,6 +50,7 @@ RESET = (
   core.EPISODE_MAX_TIME = 86400e3;
   Math.seedrandom(seed);
   core.startEpisodeReal();
+  core.clearTimer();
   window.webrlToken = token;
   await imagesReady();
   return [core.getUtterance(), document.title];

@@ -70,14 +70,14 @@ def load(trainer: PolicyTrainer, directory: Path) -> dict[str, Any]:
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.lr_step = saved["trainer"]["lr_step"]
     trainer.generator.bit_generator.state = saved["trainer"]["generator"]
-    return saved["state"]  # type: ignore[no-any-return]
+    return saved["state"]
 
 
 def _read_state(directory: Path) -> dict[str, Any]:
     try:
         saved = json.loads((directory / STATE_FILE).read_text())
         if saved.keys() == {"trainer", "state"}:
-            return saved  # type: ignore[no-any-return]
+            return saved
         problem = f"it holds {sorted(saved)}"
     except (OSError, ValueError, AttributeError) as error:
         problem = str(error)

@@ -91,10 +91,10 @@ def padded_vocab(vocab: int, ranks: int) -> int:
 def to_megatron(entry: Entry, sources: Sequence[Any], shapes: Shapes, *, rank: int, ranks: int) -> Tensor:
     """One rank's tensor.  sources: tensors, or safetensors slices (only this rank's part is read), in order of `hf`."""
     if entry.slicing is Slicing.WHOLE:
-        return sources[0][:]  # type: ignore[no-any-return]
+        return sources[0][:]
     if entry.slicing is Slicing.ROW:
         width = _shape(sources[0])[1] // ranks
-        return sources[0][:, rank * width : (rank + 1) * width]  # type: ignore[no-any-return]
+        return sources[0][:, rank * width : (rank + 1) * width]
     if entry.slicing is Slicing.VOCAB:
         rows = padded_vocab(shapes.vocab, ranks) // ranks
         part = sources[0][rank * rows : min((rank + 1) * rows, shapes.vocab)]

@@ -125,7 +125,7 @@ class Qwen3VL(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Embedding (first stage) or output weight (last stage) when tied: Megatron sums their gradients."""
-        return self.language_model.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return self.language_model.shared_embedding_or_output_weight()
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Hidden states from the stage before, set by Megatron's schedule."""
@@ -147,7 +147,7 @@ class Qwen3VL(MegatronModule):
                 if deepstack is not None:
                     by_position = deepstack.transpose(0, 1).contiguous()  # [S, K, B, H]
                     deepstack = tensor_parallel.scatter_to_sequence_parallel_region(by_position).transpose(0, 1)
-        return self.language_model(  # type: ignore[no-any-return]
+        return self.language_model(
             input_ids=None,
             position_ids=batch.positions,
             attention_mask=None,

@@ -263,7 +263,7 @@ class PolicyTrainer:
         """Megatron's schedule over micro-batches, each made when its turn comes."""
         multiple = self.layout.tp if self.config.trainer.parallel.sequence_parallel else 1
         batches = (collate(samples, p, pixels, multiple=multiple, device=self.layout.device) for p in packs)
-        return get_forward_backward_func()(  # type: ignore[no-any-return]
+        return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=batches,
             model=[self._ddp],

@@ -81,4 +81,4 @@ def _attend(attention: Any, x: Tensor, cos: Tensor, sin: Tensor, sizes: list[tup
         attended = F.scaled_dot_product_attention(part[0], part[1], part[2])  # [count, heads, length, D / heads]
         out.append(attended.transpose(1, 2).reshape(count * length, -1))
         first = last
-    return attention.proj(torch.cat(out))  # type: ignore[no-any-return]
+    return attention.proj(torch.cat(out))

@@ -157,7 +157,7 @@ class EngineStatus(Message):
     version: int
     """Policy version it serves; −1 before the first refresh."""
     incarnation: int
-    """Counts the starts of its SGLang: a weight group is valid for one incarnation of each member."""
+    """Names one start of its SGLang, never repeated: a weight group is valid for one incarnation of each member."""
     ranks: int
     """Processes of its SGLang that join a weight group (its tensor-parallel size)."""
     running: int

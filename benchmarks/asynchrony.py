@@ -1,0 +1,77 @@
+"""What asynchrony brings: the same run with η and with η = 0 (strictly synchronous), trajectories per hour of both.
+
+    python -m benchmarks.asynchrony [--model runs/demo/model] [--minutes 3] [--eta 2] [--json FILE] [key=value …]
+
+Both arms train the same model on the same machine with the same settings, one after the other, in the order η, 0, 0, η so
+that a drift of the machine's speed cancels.  Trajectories are train episodes that ended with success or failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from megatron_webrl import launch
+from megatron_webrl.config import load_config
+from megatron_webrl.errors import UserError
+
+CONFIG = Path(__file__).parent.parent / "examples" / "demo.yaml"
+
+
+def measure(eta: int, minutes: float, model: Path, overrides: list[str], directory: Path) -> dict[str, float]:
+    """One arm: trajectories per hour, trained trajectories per hour and train steps."""
+    settings = [f"replay.eta={eta}", f"model.path={model}", f"run_dir={directory}", f"trainer.max_minutes={minutes}"]
+    config = load_config(CONFIG, ["evaluation.episodes=0", "observe.wandb=disabled", *overrides, *settings])
+    with launch.Display(f"η={eta}") as display:
+        result = launch.train(config, display)
+    hours = result.minutes["rl"] / 60
+    return {
+        "trajectories_per_hour": result.status.trajectories / hours,
+        "trained_per_hour": result.status.account.trained / hours,
+        "train_steps": float(result.status.step),
+        "mean_lag": result.status.lag_mean,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("runs/demo/model"), help="warm model; `make demo` makes one")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of each of the four arms")
+    parser.add_argument("--eta", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    if not arguments.model.exists():
+        raise SystemExit(f"--model={arguments.model} does not exist: run `make demo` first, or give a warm model")
+    directory = Path(tempfile.mkdtemp(prefix="mwebrl-bench-"))
+    arms: dict[str, list[dict[str, float]]] = {f"eta_{arguments.eta}": [], "eta_0": []}
+    try:
+        for n, eta in enumerate((arguments.eta, 0, 0, arguments.eta)):
+            measured = measure(eta, arguments.minutes, arguments.model, arguments.overrides, directory / str(n))
+            arms[f"eta_{eta}"].append(measured)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    rows = []
+    for case, runs in arms.items():
+        for metric in runs[0]:
+            unit = "1/h" if metric.endswith("hour") else "versions" if metric == "mean_lag" else "steps"
+            mean = sum(run[metric] for run in runs) / len(runs)
+            rows.append({"case": case, "metric": metric, "value": round(mean, 3), "unit": unit})
+    value = {(row["case"], row["metric"]): row["value"] for row in rows}
+    for metric in ("trajectories_per_hour", "trained_per_hour"):
+        ratio = value[f"eta_{arguments.eta}", metric] / max(1e-9, value["eta_0", metric])
+        rows.append({"case": "ratio", "metric": metric, "value": round(ratio, 3), "unit": f"η={arguments.eta} / η=0"})
+    print(f"\n{'case':<8} {'metric':<24} {'value':>12} unit")
+    for row in rows:
+        print(f"{row['case']:<8} {row['metric']:<24} {row['value']:>12,.2f} {row['unit']}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"rows": rows}, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The command line: wrong input is one line, exit code 2, and nothing is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    demo = yaml.safe_load((REPOSITORY / "examples" / "demo.yaml").read_text())
+    demo["model"] = {"path": str(tiny_model_dir)}
+    demo["run_dir"] = str(tmp_path / "run")
+    file.write_text(yaml.safe_dump(demo))
+    return file
+
+
+def train(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_webrl", "train", str(config), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1 and lines[0].startswith("megatron-webrl: "), lines
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("replay.etta=1", ("replay.etta", "did you mean replay.eta?")),
+        ("model.path=/nowhere", ("model.path=/nowhere", "does not exist")),
+        ("browser.executable=/nowhere/chromium", ("browser.executable", "/nowhere/chromium")),
+        ("trainer.parallel.tp=3", ("trainer.parallel.tp=3", "4 attention heads", "[1, 2]")),
+        ("tasks.names=[]", ("tasks.names", "at least one")),
+        ("tasks.names=[click-tset]", ("click-tset", "click-test")),
+        ("device=cuda", ("device=cuda", "GPU")),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_key_value_and_remedy(
+    config: Path, override: str, words: tuple[str, ...]
+) -> None:
+    refused(train(config, override), *words)
+    assert not (config.parent / "run").exists(), "nothing was begun"
+
+
+def test_a_taken_port_is_refused(config: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(train(config, f"engine.port={port}"), "engine.port", str(port))
+
+
+def test_resume_needs_a_checkpoint_and_a_fresh_run_an_empty_directory(config: Path) -> None:
+    refused(train(config, "--resume"), "--resume", "no checkpoint")
+    (config.parent / "run").mkdir(exist_ok=True)
+    (config.parent / "run" / "ledger.sqlite").touch()
+    refused(train(config), "run_dir", "--resume")
+
+
+def test_dry_run_prints_a_configuration_that_reads_back_and_the_placement(config: Path, tmp_path: Path) -> None:
+    done = train(config, "--dry-run", "replay.eta=0")
+    assert done.returncode == 0, done.stderr
+    text, _, placement = done.stdout.partition("placement")
+    (tmp_path / "again.yaml").write_text(text)
+    assert yaml.safe_load(text)["replay"]["eta"] == 0
+    assert all(role in placement for role in ("coordinator", "store", "engine-0", "trainer-0", "worker-0"))
+    assert not (config.parent / "run").exists()
+
+
+def test_help_teaches_every_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_webrl", "--help"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0
+    assert all(word in done.stdout for word in ("train", "sft", "eval", "demo", "ledger", "docs/configuration.md"))
