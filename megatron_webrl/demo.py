@@ -98,9 +98,9 @@ def _demonstrate(config: RunConfig, run_dir: Path, display: Display) -> Path:
 
 def _conclude(config: RunConfig, run_dir: Path, result: RunResult, minutes: dict[str, float], display: Display) -> Path:
     """Summary, pictures, and the line that says what was learned and where to look."""
-    from megatron_webrl.observe import export_chrome, success_curve, timeline, wilson
+    from megatron_webrl.observe import export_chrome, read_jsonl, success_curve, timeline, wilson
 
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run_dir / "metrics.jsonl")
     account = result.status.account
     summary: dict[str, Any] = {}
     points = {}

@@ -1,12 +1,14 @@
 """Tokenizer and image processor of a model: one truth for agent, engine client and trainer.
 
 Prompts travel unexpanded (one image_pad an image); how many tokens an image becomes follows from its size alone.
+Only `pixels` needs transformers and torch: browser workers import neither (18 CPU seconds and half a gigabyte each).
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +19,18 @@ import numpy as np
 from megatron_webrl.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
 
 END_TOKEN = "<|im_end|>"
+MAX_ASPECT_RATIO = 200
 Grid = tuple[int, int, int]
 
 
 class Processor:
     """Processor of a Hugging Face Qwen3-VL directory; made by `Processor.load`."""
 
-    def __init__(self, directory: Path, tokenizer: Any, settings: dict[str, Any], vocab_size: int) -> None:
+    def __init__(self, directory: Path, tokenizer: Tokenizer, settings: dict[str, Any], vocab_size: int) -> None:
         self.directory = directory
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -34,16 +38,20 @@ class Processor:
         self.patch_size: int = settings["patch_size"]
         self.merge_size: int = settings["merge_size"]
         self._size: dict[str, int] = settings["size"]
-        self.image_token_id: int = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        self.end_token_id: int = tokenizer.convert_tokens_to_ids(END_TOKEN)
+        self.image_token_id = self._id("<|image_pad|>")
+        self.end_token_id = self._id(END_TOKEN)
+
+    def _id(self, token: str) -> int:
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the tokenizer has no {token}")
+        return found
 
     @classmethod
     def load(cls, directory: Path) -> Processor:
         """Read tokenizer and image settings.  Raises UserError naming the file that is missing or malformed."""
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            tokenizer = _read_tokenizer(directory / "tokenizer.json")
             settings = json.loads((directory / "preprocessor_config.json").read_text())
             vocab_size = json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"]
             return cls(directory, tokenizer, settings, vocab_size)
@@ -52,19 +60,17 @@ class Processor:
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens written in the text are parsed as such."""
-        return self.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, a final end token removed, every other special token shown."""
         ids = [int(i) for i in ids]
         if ids and ids[-1] == self.end_token_id:
             ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def grid(self, width: int, height: int) -> Grid:
         """Patches (1, h, w) that an image of so many pixels becomes."""
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
         tall, wide = smart_resize(
             height,
             width,
@@ -99,9 +105,10 @@ class Processor:
 
     def banned_ids(self) -> np.ndarray:
         """Tokens never sampled, int32 ascending: every special token but the end token, and padded vocabulary rows."""
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         special.discard(self.end_token_id)
-        return np.array(sorted(special | set(range(len(self.tokenizer), self.vocab_size))), dtype=np.int32)
+        padded = range(self.tokenizer.get_vocab_size(with_added_tokens=True), self.vocab_size)
+        return np.array(sorted(special | set(padded)), dtype=np.int32)
 
     def stop_ids(self) -> list[int]:
         """Tokens that end a reply."""
@@ -112,3 +119,31 @@ class Processor:
         from transformers import AutoImageProcessor
 
         return AutoImageProcessor.from_pretrained(str(self.directory), local_files_only=True)
+
+
+def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Height and width, multiples of `factor`, to which Qwen's image processor resizes: the nearest ones, scaled so that
+    the area lies within [min_pixels, max_pixels].  Raises ValueError for sides that differ more than 200 times.
+
+    As transformers' function of that name (a test holds the equality), whose import costs many seconds.
+    """
+    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+        raise ValueError(f"an image of {width}×{height} pixels is too narrow: at most 1:{MAX_ASPECT_RATIO}")
+    tall, wide = round(height / factor) * factor, round(width / factor) * factor
+    if tall * wide > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        tall = max(factor, math.floor(height / scale / factor) * factor)
+        wide = max(factor, math.floor(width / scale / factor) * factor)
+    elif tall * wide < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        tall, wide = math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
+    return tall, wide
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{file.name}: {error}") from None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megatron_webrl.errors import UserError
-from megatron_webrl.processor import Processor
+from megatron_webrl.processor import Processor, smart_resize
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,32 @@ def test_grid_from_the_size_alone_equals_what_the_image_processor_makes(processo
 
 def test_the_demo_screenshot_is_35_tokens(processor: Processor) -> None:
     assert processor.image_tokens(processor.grid(160, 210)) == 35
+
+
+@settings(deadline=None)
+@given(
+    st.integers(8, 2000), st.integers(8, 2000), st.sampled_from([28, 32]), st.integers(1, 4), st.integers(64, 16_384)
+)
+def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as reference
+
+    area = {"factor": factor, "min_pixels": low * factor**2, "max_pixels": high * factor**2}
+    try:
+        expected = reference(height, width, **area)
+    except ValueError:
+        with pytest.raises(ValueError, match="too narrow"):
+            smart_resize(height, width, **area)
+    else:
+        assert smart_resize(height, width, **area) == expected
+
+
+def test_tokens_are_those_of_transformers(processor: Processor, tiny_model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(str(tiny_model_dir))
+    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Click 42 é  now.<|im_end|>\n"
+    assert processor.encode(text) == reference.encode(text, add_special_tokens=False)
+    assert processor.tokenizer.get_vocab_size() == len(reference)
 
 
 @settings(deadline=None, max_examples=30)
@@ -63,7 +89,7 @@ def test_banned_are_all_special_tokens_but_the_end_and_all_padded_rows(processor
     banned = set(processor.banned_ids().tolist())
     assert processor.end_token_id not in banned
     assert processor.image_token_id in banned
-    assert set(range(len(processor.tokenizer), processor.vocab_size)) <= banned
+    assert set(range(processor.tokenizer.get_vocab_size(), processor.vocab_size)) <= banned
     assert not banned & set(processor.encode("Click the button."))
 
 

@@ -59,7 +59,11 @@ async def engine(
         log_dir=run_dir / "logs",
         trace=tracer,
     )
-    await host.run()
+    try:
+        await host.run()
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 async def worker(
@@ -77,7 +81,11 @@ async def worker(
         store_address=store_address,
         trace=tracer,
     )
-    await browser_worker.run()
+    try:
+        await browser_worker.run()
+    finally:
+        if tracer is not None:
+            tracer.close()
 
 
 def trainer(
@@ -94,8 +102,9 @@ def trainer(
     from megatron_webrl.observe import Tracer
     from megatron_webrl.trainer.loop import TrainerLoop
 
-    tracer = Tracer(Path(config.run_dir) / "trace" / f"trainer-{rank}.jsonl", f"trainer-{rank}")
-    TrainerLoop(
+    file = Path(config.run_dir) / "trace" / f"trainer-{rank}.jsonl" if config.observe.trace else None
+    tracer = Tracer(file, f"trainer-{rank}")
+    loop = TrainerLoop(
         config,
         run_id=run_id,
         rank=rank,
@@ -106,7 +115,11 @@ def trainer(
         store_address=store_address,
         resume=resume,
         tracer=tracer,
-    ).run()
+    )
+    try:
+        loop.run()
+    finally:
+        tracer.close()
 
 
 def sft(
