@@ -22,7 +22,12 @@ DEMO_CONFIG = Path(__file__).parent.parent / "examples" / "demo.yaml"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value after an option
+        arguments.overrides += rest
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = arguments.run(arguments)
@@ -30,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"megatron-webrl: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        print("megatron-webrl: interrupted; everything was ended, go on with --resume if a checkpoint was saved", file=sys.stderr)
+        print(
+            "megatron-webrl: interrupted; everything was ended, go on with --resume if a checkpoint was saved",
+            file=sys.stderr,
+        )
         code = 130
     except _run_errors() as error:
         print(f"megatron-webrl: {error}", file=sys.stderr)
@@ -71,12 +79,16 @@ def _parser() -> argparse.ArgumentParser:
 
     train = command("train", _train, "Evaluate, train with asynchronous GRPO, evaluate again.")
     overrides(train)
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the configuration and the placement")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the configuration and the placement"
+    )
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of run_dir")
 
     sft = command("sft", _sft, "Train on demonstrations (supervised) and write a Hugging Face directory.")
     overrides(sft)
-    sft.add_argument("--demonstrations", type=Path, required=True, metavar="DIR", help="folder with demonstrations.msgpack")
+    sft.add_argument(
+        "--demonstrations", type=Path, required=True, metavar="DIR", help="folder with demonstrations.msgpack"
+    )
     sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
 
     evaluate = command("eval", _eval, "Measure success of model.path on the held-out tasks.")
@@ -92,15 +104,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--config", type=Path, default=DEMO_CONFIG, help="default: examples/demo.yaml")
     demo.add_argument("--setup-seconds", type=float, default=0.0, help="what the set-up took, for summary.json")
 
-    ledger = command("ledger", _ledger, "Print the account of a run: issued = trained + dropped + in flight.", config=False)
+    ledger = command(
+        "ledger", _ledger, "Print the account of a run: issued = trained + dropped + in flight.", config=False
+    )
     ledger.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, for example runs/demo")
     return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
-    config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
         print(launch.dry_run(config))
         return 0
@@ -114,9 +128,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
-    config = load_config(arguments.config, arguments.overrides)
     with launch.Display(config.name) as display:
         launch.sft(config, display, arguments.demonstrations, arguments.output)
         display.say(f"Written: {arguments.output}")
@@ -124,19 +138,19 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
-    config = load_config(arguments.config, arguments.overrides)
     with launch.Display(config.name) as display:
         display.say(_success("of " + str(config.model.path), launch.evaluate(config, display)))
     return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    config: RunConfig = load_config(arguments.config, arguments.overrides)
     from megatron_webrl.demo import run_demo
     from megatron_webrl.launch import Display
 
-    config: RunConfig = load_config(arguments.config, arguments.overrides)
     with Display(config.name) as display:
         run_demo(config, display, setup_seconds=arguments.setup_seconds)
     return 0

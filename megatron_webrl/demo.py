@@ -41,7 +41,11 @@ def run_demo(config: RunConfig, display: Display, *, setup_seconds: float = 0.0)
     minutes["warm_start"] = (time.monotonic() - phase) / 60
 
     result = launch.train(config, display)
-    minutes |= {"start": result.minutes["start"], "rl": result.minutes["rl"], "evaluation": result.minutes["evaluation"]}
+    minutes |= {
+        "start": result.minutes["start"],
+        "rl": result.minutes["rl"],
+        "evaluation": result.minutes["evaluation"],
+    }
     minutes["total"] = minutes["setup"] + (time.monotonic() - began) / 60
     return _conclude(config, run_dir, result, minutes, display)
 
@@ -82,7 +86,9 @@ def _demonstrate(config: RunConfig, run_dir: Path, display: Display) -> Path:
     tasks = demonstration_tasks(config.tasks)
 
     async def collect() -> Path:
-        samples = await collect_samples(config, tasks, lambda n, total: display.progress("oracle looks at pages", n, total))
+        samples = await collect_samples(
+            config, tasks, lambda n, total: display.progress("oracle looks at pages", n, total)
+        )
         model = make_tiny_model(run_dir / "model_random", tokenizer_texts(config, samples), seed=config.seed)
         processor = Processor.load(model)
         trajectories, images = await demonstrate(

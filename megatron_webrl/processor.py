@@ -56,7 +56,9 @@ class Processor:
             vocab_size = json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"]
             return cls(directory, tokenizer, settings, vocab_size)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"model.path={directory}: tokenizer or processor not readable ({error}): copy them again") from None
+            raise UserError(
+                f"model.path={directory}: tokenizer or processor not readable ({error}): copy them again"
+            ) from None
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens written in the text are parsed as such."""

@@ -9,7 +9,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-CLICK = '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [%d, %d]}}\n</tool_call>'
+CLICK = (
+    '<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [%d, %d]}}\n</tool_call>'
+)
 TYPE = '<tool_call>\n{"name": "computer_use", "arguments": {"action": "type", "text": "%s"}}\n</tool_call>'
 TEXTS = [
     *(CLICK % (20 * i % 1000, 60 * i % 1000) for i in range(100)),

@@ -28,7 +28,9 @@ def png(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("size", [(160, 210), (500, 320), (64, 32), (97, 203)])
-def test_grid_from_the_size_alone_equals_what_the_image_processor_makes(processor: Processor, size: tuple[int, int]) -> None:
+def test_grid_from_the_size_alone_equals_what_the_image_processor_makes(
+    processor: Processor, size: tuple[int, int]
+) -> None:
     pixels, grids = processor.pixels([png(*size)])
     assert tuple(grids[0].tolist()) == processor.grid(*size)
     assert len(pixels) == np.prod(processor.grid(*size))

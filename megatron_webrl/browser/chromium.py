@@ -53,16 +53,18 @@ def find_chromium(executable: Path | None) -> Path:
         raise UserError(
             f"browser.executable={executable} is no executable file: give Chromium's path, or null to search"
         )
-    for name in NAMES:
-        # A distribution's command may be a shell script, whose death the driver does not take for the browser's.
-        found = next((f / name for f in SYSTEM_FOLDERS if os.access(f / name, os.X_OK)), None) or shutil.which(name)
-        if found:
-            return Path(found)
+    for name in NAMES:  # a distribution's command may be a shell script, whose death the driver does not notice
+        for folder in SYSTEM_FOLDERS:
+            if os.access(folder / name, os.X_OK):
+                return folder / name
     downloads = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH") or Path.home() / ".cache" / "ms-playwright")
     for pattern in ("chromium_headless_shell-*/*/*headless*shell", "chromium-*/*/chrome"):
         for file in sorted(downloads.glob(pattern), reverse=True):
             if os.access(file, os.X_OK):
                 return file
+    for name in NAMES:  # last: Ubuntu's command is a stub that only advises to install a snap
+        if found := shutil.which(name):
+            return Path(found)
     raise UserError(
         "browser.executable=null and no Chromium was found: install the system package chromium-headless-shell, "
         "or run `playwright install chromium-headless-shell`, or set browser.executable"

@@ -38,9 +38,7 @@ class _Process:
         out = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-        )
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True)
         self.stopping = threading.Event()
         self.cancel: Callable[[], Any] | None = None
 
@@ -170,7 +168,9 @@ class Cluster:
 
         ended = []
         results = {role.result: role for role in self.roles.values() if role.result is not None}
-        done, _ = ray.wait(list(results), num_returns=len(results), timeout=0, fetch_local=False) if results else ([], [])
+        done, _ = (
+            ray.wait(list(results), num_returns=len(results), timeout=0, fetch_local=False) if results else ([], [])
+        )
         for reference in done:
             role = results[reference]
             try:

@@ -26,7 +26,11 @@ class Display:
     def __init__(self, title: str, live: bool | None = None) -> None:
         self.title = title
         self._console = Console()
-        self._live = Live(console=self._console, refresh_per_second=2) if live or (live is None and sys.stdout.isatty()) else None
+        self._live = (
+            Live(console=self._console, refresh_per_second=2)
+            if live or (live is None and sys.stdout.isatty())
+            else None
+        )
         self._line_at = 0.0
 
     def __enter__(self) -> Display:
@@ -34,7 +38,9 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 

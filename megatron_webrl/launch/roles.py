@@ -66,9 +66,7 @@ async def engine(
             tracer.close()
 
 
-async def worker(
-    config: RunConfig, *, run_id: str, name: str, coordinator_address: str, store_address: str
-) -> None:
+async def worker(config: RunConfig, *, run_id: str, name: str, coordinator_address: str, store_address: str) -> None:
     from megatron_webrl.agent import BrowserWorker
     from megatron_webrl.observe import Tracer
 

@@ -143,7 +143,9 @@ class Run:
 
 
 @contextmanager
-def started(config: RunConfig, display: Display, *, resume: Path | None = None, with_trainer: bool = True) -> Iterator[Run]:
+def started(
+    config: RunConfig, display: Display, *, resume: Path | None = None, with_trainer: bool = True
+) -> Iterator[Run]:
     """A running system of all roles; whatever happens inside, nothing is left running.
 
     resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
@@ -209,7 +211,9 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
     run_dir = Path(config.run_dir)
     checkpoint = newest_checkpoint(run_dir) if resume else None
     if resume and checkpoint is None:
-        raise UserError(f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume, or give the right run_dir")
+        raise UserError(
+            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume, or give the right run_dir"
+        )
     if not resume and (run_dir / "ledger.sqlite").exists():
         raise UserError(f"run_dir={run_dir} holds a run already: continue it with --resume, or give another run_dir")
     minutes: dict[str, float] = {}
@@ -252,7 +256,9 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
     """`megatron-webrl sft`: supervised training of config.model.path on demonstrations -> Hugging Face directory."""
     check_files(config)
     if not (demonstrations / "demonstrations.msgpack").exists():
-        raise UserError(f"demonstrations={demonstrations} holds no demonstrations.msgpack: give the folder that `demo` wrote")
+        raise UserError(
+            f"demonstrations={demonstrations} holds no demonstrations.msgpack: give the folder that `demo` wrote"
+        )
     if output.exists():
         raise UserError(f"output={output} exists: give another folder")
     gpus = count_gpus(config.device)
@@ -300,7 +306,9 @@ def _identity(run_dir: Path, resume: Path | None) -> dict[str, Any]:
     """Name of the run, kept over resumes (wandb continues under it), and how often it was started."""
     file = run_dir / "run.json"
     run_dir.mkdir(parents=True, exist_ok=True)
-    identity = json.loads(file.read_text()) if resume and file.exists() else {"run_id": uuid.uuid4().hex[:12], "starts": 0}
+    identity = (
+        json.loads(file.read_text()) if resume and file.exists() else {"run_id": uuid.uuid4().hex[:12], "starts": 0}
+    )
     identity["starts"] += 1
     file.write_text(json.dumps(identity) + "\n")
     return identity  # type: ignore[no-any-return]

@@ -311,7 +311,9 @@ class Book:
         """Train attempts that are running, queued or in training, counted from the state: the ledger must agree."""
         running = sum(lease.assignment.lane is Lane.TRAIN for lease in self._leases.values())
         finished = sum(len(g.results) for g in self._open.values())
-        return running + finished + sum(len(g.trajectories) for g in (*self._queued.values(), *self._in_training.values()))
+        return (
+            running + finished + sum(len(g.trajectories) for g in (*self._queued.values(), *self._in_training.values()))
+        )
 
     def status(self) -> dict[str, Any]:
         """The book's part of `Status`."""

@@ -46,8 +46,8 @@ from megatron_webrl.wire.messages import (
     StepTrained,
     StoreState,
     StoreStatus,
-    SubmitTrajectory,
     Submitted,
+    SubmitTrajectory,
     Take,
     TrainingFinished,
     Version,
@@ -380,5 +380,3 @@ class Coordinator:
         except WireError as error:
             self.book.full = True
             log.warning("screenshot store: %s; no new groups until it answers", error)
-
-

@@ -68,7 +68,9 @@ class Ledger:
         """It will not be trained, for the named reason."""
         self._move(keys, ("running", "queued", "in_training"), "dropped", reason=reason)
 
-    def _move(self, keys: Iterable[Key], before: tuple[str, ...], after: str, *, reason: str = "", step: int | None = None) -> None:
+    def _move(
+        self, keys: Iterable[Key], before: tuple[str, ...], after: str, *, reason: str = "", step: int | None = None
+    ) -> None:
         for key in keys:
             moved = self._db.execute(
                 f"UPDATE attempts SET state=?, reason=?, step=coalesce(?, step) WHERE group_id=? AND sample_index=? "
@@ -79,12 +81,15 @@ class Ledger:
                 row = self._db.execute(
                     "SELECT state FROM attempts WHERE group_id=? AND sample_index=? AND attempt=?", key
                 ).fetchone()
-                raise IllegalTransition(f"attempt {key} is {row[0] if row else 'unknown'}, not {' or '.join(before)} ({after})")
+                raise IllegalTransition(
+                    f"attempt {key} is {row[0] if row else 'unknown'}, not {' or '.join(before)} ({after})"
+                )
 
     def end_in_flight(self, reason: str) -> int:
         """Everything in flight is dropped for `reason`; returns how many attempts."""
         return self._db.execute(
-            "UPDATE attempts SET state='dropped', reason=? WHERE state IN ('running', 'queued', 'in_training')", (reason,)
+            "UPDATE attempts SET state='dropped', reason=? WHERE state IN ('running', 'queued', 'in_training')",
+            (reason,),
         ).rowcount
 
     def roll_back(self, step: int) -> int:

@@ -1,7 +1,7 @@
 """Recorded groups: every n-th one with its screenshots, as files that anything opens.
 
-    trajectories/group-000150/group.json                    task, and per trajectory its outcome, reward, steps
-    trajectories/group-000150/images/DIGEST.png
+trajectories/group-000150/group.json                    task, and per trajectory its outcome, reward, steps
+trajectories/group-000150/images/DIGEST.png
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ class StoreFull(Exception):
 class ScreenshotStore:
     """Images by digest.  limit_bytes: bound of all encoded bytes; clock: seconds, monotonic."""
 
-    def __init__(self, limit_bytes: int, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit_bytes: int, *, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
         self._grace_s = grace_s
@@ -119,7 +121,9 @@ async def serve_store(address: str, run_id: str, limit_bytes: int) -> None:
         deadline = time.monotonic() + PUT_WAIT_S
         while not store.put(message.images):
             if time.monotonic() > deadline:
-                raise StoreFull(f"replay.screenshot_bytes={limit_bytes} are in use for {PUT_WAIT_S:.0f} s: raise the bound")
+                raise StoreFull(
+                    f"replay.screenshot_bytes={limit_bytes} are in use for {PUT_WAIT_S:.0f} s: raise the bound"
+                )
             await asyncio.sleep(0.2)
         return Done()
 

@@ -228,7 +228,9 @@ class TrainerLoop:
     def _fetch_images(self, digests: list[str]) -> dict[str, bytes]:
         reply = self._store.request(GetImages(digests), timeout=RPC_TIMEOUT_S, expect=Images)
         if reply.missing:
-            raise RuntimeError(f"{len(reply.missing)} screenshots of the batch are not in the store: {reply.missing[:3]}")
+            raise RuntimeError(
+                f"{len(reply.missing)} screenshots of the batch are not in the store: {reply.missing[:3]}"
+            )
         return reply.images
 
     # Publishing -----------------------------------------------------------------------------------------------------

@@ -56,7 +56,9 @@ def run_sft(
                 batch, left = left[: settings.batch_size], left[settings.batch_size :]
                 metrics = trainer.sft_step([rows[i] for i in batch], lambda digests: {d: images[d] for d in digests})
                 if rank == 0:
-                    progress.write(json.dumps({"step": step, "loss": metrics["sft/loss"], "lr": metrics["sft/lr"]}) + "\n")
+                    progress.write(
+                        json.dumps({"step": step, "loss": metrics["sft/loss"], "lr": metrics["sft/lr"]}) + "\n"
+                    )
                     progress.flush()
         trainer.save_hf(output)
         log.info("written: %s", output)

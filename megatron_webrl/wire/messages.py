@@ -411,5 +411,3 @@ AnyMessage = (
     | StartEvaluation | EvaluationProgress | EvaluationState | BeginTraining | GetStatus | Status | EndRun
     | LackingImages | Lacking | PutImages | GetImages | Images | RetainImages | ReleaseImages | StoreStatus | StoreState
 )  # fmt: skip
-
-

@@ -130,7 +130,9 @@ class Server:
             header = _decode_header(frames[1])
             request = header.request
             if header.protocol != PROTOCOL:
-                reply: Message = Refused(f"protocol {header.protocol}, this is {PROTOCOL}: run the same version everywhere")
+                reply: Message = Refused(
+                    f"protocol {header.protocol}, this is {PROTOCOL}: run the same version everywhere"
+                )
             elif header.run_id != self.run_id:
                 reply = Refused(f"run {header.run_id!r}, this is {self.run_id!r}: the address belongs to another run")
             else:

@@ -28,7 +28,13 @@ def run_config(model: Path, **engine: Any) -> RunConfig:
             "tasks": {"names": ["click-test"]},
             "trainer": {"dtype": "float32"},
             "sampling": {"max_new_tokens": 24},
-            "engine": {"max_total_tokens": 8192, "max_running_requests": 16, "threads": 1, "start_timeout_s": 600, **engine},
+            "engine": {
+                "max_total_tokens": 8192,
+                "max_running_requests": 16,
+                "threads": 1,
+                "start_timeout_s": 600,
+                **engine,
+            },
         }
     )
 

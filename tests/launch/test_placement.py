@@ -25,8 +25,12 @@ def test_on_a_cpu_every_role_is_there_once() -> None:
     assert all(name in describe(roles, c) for name in names)
 
 
-@pytest.mark.parametrize(("gpus", "trainer", "engines"), [(4, [0, 1], [2, 3]), (2, [0, 1], [0, 1]), (3, [0, 1], [2, 0])])
-def test_trainer_ranks_take_the_first_gpus_and_engines_the_next(gpus: int, trainer: list[int], engines: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "trainer", "engines"), [(4, [0, 1], [2, 3]), (2, [0, 1], [0, 1]), (3, [0, 1], [2, 0])]
+)
+def test_trainer_ranks_take_the_first_gpus_and_engines_the_next(
+    gpus: int, trainer: list[int], engines: list[int]
+) -> None:
     roles = place(config(trainer={"parallel": {"dp": 2}}, engine={"hosts": 2}), Path("/tmp/x"), gpus)
     assert [r.gpus for r in roles if r.name.startswith("trainer")] == [(g,) for g in trainer]
     assert [r.gpus for r in roles if r.name.startswith("engine")] == [(g,) for g in engines]

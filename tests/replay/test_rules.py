@@ -80,5 +80,7 @@ def test_a_group_has_signal_if_its_rewards_differ(rewards: list[float]) -> None:
         (Outcome.ENVIRONMENT, 0, Fate.DROP_GROUP),
     ],
 )
-def test_only_faults_are_issued_again_and_blocked_sites_drop_the_group(outcome: Outcome, attempt: int, expected: Fate) -> None:
+def test_only_faults_are_issued_again_and_blocked_sites_drop_the_group(
+    outcome: Outcome, attempt: int, expected: Fate
+) -> None:
     assert fate(outcome, attempt, max_attempts=4) is expected
