@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from command_line import REPOSITORY
 
 from megatron_webrl.agent import BrowserWorker, collect_samples, format_call, tokenizer_texts
 from megatron_webrl.config import RunConfig, load_config

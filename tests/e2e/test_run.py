@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import REPOSITORY, command, nothing_left, run, wait_for
+from command_line import REPOSITORY, command, nothing_left, run, wait_for
 
 from megatron_webrl.processes import marked
 from megatron_webrl.replay import Ledger
@@ -77,7 +77,6 @@ def test_engine_and_trainer_agree_at_step_0_and_after_each_refresh(demo_run: Dem
     assert len(probed) >= len(rows) - 2 and max(probed) <= 1e-4
     versions = [row["run/version"] for row in rows]
     assert versions == sorted(set(versions))
-    assert rows[0]["ppo_actor/update/behave_approx_kl_abs/avg"] < 0.05
 
 
 def test_killed_worker_and_engine_are_replaced_and_a_killed_trainer_resumes(demo_run: Demo, small: Path) -> None:
