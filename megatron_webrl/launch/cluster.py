@@ -157,7 +157,8 @@ class Cluster:
 
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, role.gpus))} if role.gpus else {}
         log_file = str(self.log_dir / f"{role.name}.log")
-        process = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Process)
+        process: Any = ray.remote(_Process)
+        process = process.options(num_cpus=0, max_restarts=0, max_concurrency=2)
         role.actor = process.remote(self.run_id, role.name, log_file, environment)
         role.result = role.actor.run.remote(role.function, role.arguments)
 

@@ -20,11 +20,11 @@ async def store(config: RunConfig, *, run_id: str, address: str) -> None:
 async def coordinator(
     config: RunConfig, *, run_id: str, address: str, store_address: str, resume_step: int | None, wandb_id: str
 ) -> None:
-    from megatron_webrl.observe import JsonlSink, MetricsLogger, WandbSink
+    from megatron_webrl.observe import JsonlSink, MetricsLogger, MetricsSink, WandbSink
     from megatron_webrl.replay import Coordinator
 
     run_dir = Path(config.run_dir)
-    sinks = [JsonlSink(run_dir / "metrics.jsonl")]
+    sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl")]
     if config.observe.wandb != "disabled":
         sinks.append(WandbSink(config, run_dir, wandb_id))
     metrics = MetricsLogger(sinks)

@@ -87,7 +87,7 @@ class Run:
         return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
 
     def status(self) -> Status:
-        return self.request(GetStatus(), Status)  # type: ignore[no-any-return]
+        return self.request(GetStatus(), Status)
 
     def wait_until_ready(self) -> None:
         """An engine serves and a worker asked for work.  Raises RunFailed after the engine's grace."""
@@ -306,12 +306,12 @@ def _identity(run_dir: Path, resume: Path | None) -> dict[str, Any]:
     """Name of the run, kept over resumes (wandb continues under it), and how often it was started."""
     file = run_dir / "run.json"
     run_dir.mkdir(parents=True, exist_ok=True)
-    identity = (
-        json.loads(file.read_text()) if resume and file.exists() else {"run_id": uuid.uuid4().hex[:12], "starts": 0}
-    )
+    identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0}
+    if resume and file.exists():
+        identity = json.loads(file.read_text())
     identity["starts"] += 1
     file.write_text(json.dumps(identity) + "\n")
-    return identity  # type: ignore[no-any-return]
+    return identity
 
 
 def _write_evaluation(run_dir: Path, state: EvaluationState) -> None:

@@ -162,7 +162,7 @@ class TrainerLoop:
     def _next_order(self) -> tuple[str, Manifest]:
         """What all ranks do next: wait, refresh, train, finish or stop."""
         if self.rank != 0:
-            return self._share(None)  # type: ignore[no-any-return]
+            return self._share(None)
         with self._tracer.span("wait for groups", lane="trainer"):
             manifest = self._coordinator.request(
                 Take(self.step, self.version, TAKE_WAIT_S), timeout=TAKE_WAIT_S + RPC_TIMEOUT_S, expect=Manifest
@@ -182,7 +182,7 @@ class TrainerLoop:
                 f"no batch of {self.config.replay.groups_per_step} groups in replay.take_timeout_s="
                 f"{self.config.replay.take_timeout_s:.0f} s: see the logs of workers and engines"
             )
-        return self._share((order, manifest))  # type: ignore[no-any-return]
+        return self._share((order, manifest))
 
     def _share(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
