@@ -1,9 +1,10 @@
 """What asynchrony brings: the same run with η and with η = 0 (strictly synchronous), trajectories per hour of both.
 
-    python -m benchmarks.asynchrony [--model runs/demo/model] [--minutes 3] [--eta 2] [--json FILE] [key=value …]
+    python -m benchmarks.asynchrony [--model runs/demo/model] [--minutes 3] [--rounds 2] [--eta 2] [--json FILE] [key=value …]
 
 Both arms train the same model on the same machine with the same settings, one after the other, in the order η, 0, 0, η so
-that a drift of the machine's speed cancels.  Trajectories are train episodes that ended with success or failure.
+that a drift of the machine's speed cancels (`--rounds 1`: η, 0 only).  Trajectories are train episodes that ended with
+success or failure.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def measure(eta: int, minutes: float, model: Path, overrides: list[str], directo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("runs/demo/model"), help="warm model; `make demo` makes one")
-    parser.add_argument("--minutes", type=float, default=3.0, help="of each of the four arms")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of each arm")
+    parser.add_argument("--rounds", type=int, default=2, help="pairs of arms; every other one in reverse order")
     parser.add_argument("--eta", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -49,7 +51,8 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="mwebrl-bench-"))
     arms: dict[str, list[dict[str, float]]] = {f"eta_{arguments.eta}": [], "eta_0": []}
     try:
-        for n, eta in enumerate((arguments.eta, 0, 0, arguments.eta)):
+        pairs = [(arguments.eta, 0) if n % 2 == 0 else (0, arguments.eta) for n in range(arguments.rounds)]
+        for n, eta in enumerate(eta for pair in pairs for eta in pair):
             measured = measure(eta, arguments.minutes, arguments.model, arguments.overrides, directory / str(n))
             arms[f"eta_{eta}"].append(measured)
     except UserError as error:
