@@ -94,6 +94,7 @@ def success_curve(
         title += f": {100 * (after[0] - before[0]):+.1f} points on held-out pages in {last} train steps"
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("train step")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_ylabel("share of episodes that succeed")
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axes.set_ylim(0, 1)
