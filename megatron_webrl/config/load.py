@@ -88,4 +88,4 @@ def _section(location: Sequence[Any]) -> type[BaseModel]:
 
 def dump(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
