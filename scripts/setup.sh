@@ -111,7 +111,7 @@ else
     lock=()
     engine=("$(grep '^sglang==' requirements/gpu.txt)")
 fi
-say "no download is shown in detail; about four minutes on two cores, 8 GB in $VENV"
+say "no download is shown in detail; some minutes on two cores, 8 GB in $VENV"
 stage "PyTorch" "$again" "${pip[@]}" "${lock[@]}" setuptools "$(grep '^torch==' requirements/main.txt)" "$(grep '^torchvision==' requirements/main.txt)"
 stage "Megatron, Ray, SGLang's requirements and the rest ($device)" "$again" \
     "${pip[@]}" "${lock[@]}" -r requirements/main.txt -r requirements/dev.txt "${engine[@]}"
