@@ -135,7 +135,8 @@ class Run:
     def end(self) -> Status:
         """Stop issuing; the trainer leaves by itself.  Returns the final state."""
         status: Status = self.request(EndRun(), Status)
-        self.cluster.join("trainer", TRAINER_LEAVES_S)
+        if not self.cluster.join("trainer", TRAINER_LEAVES_S):
+            self.display.say(f"the trainer did not leave within {TRAINER_LEAVES_S:.0f} s: it is ended")
         return status
 
     def close(self) -> None:

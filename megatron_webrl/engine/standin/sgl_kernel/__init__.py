@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
+from torch import library
 
-_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+_library = library.Library("sgl_kernel", "FRAGMENT")
 for _operator in (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
