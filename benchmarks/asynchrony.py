@@ -10,11 +10,11 @@ success or failure.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
+from benchmarks._table import report, row
 from megatron_webrl import launch
 from megatron_webrl.config import load_config
 from megatron_webrl.errors import UserError
@@ -63,17 +63,12 @@ def main() -> None:
     for case, runs in arms.items():
         for metric in runs[0]:
             unit = "1/h" if metric.endswith("hour") else "versions" if metric == "mean_lag" else "steps"
-            mean = sum(run[metric] for run in runs) / len(runs)
-            rows.append({"case": case, "metric": metric, "value": round(mean, 3), "unit": unit})
-    value = {(row["case"], row["metric"]): row["value"] for row in rows}
+            rows.append(row(case, metric, sum(run[metric] for run in runs) / len(runs), unit))
+    value = {(r["case"], r["metric"]): r["value"] for r in rows}
     for metric in ("trajectories_per_hour", "trained_per_hour"):
         ratio = value[f"eta_{arguments.eta}", metric] / max(1e-9, value["eta_0", metric])
-        rows.append({"case": "ratio", "metric": metric, "value": round(ratio, 3), "unit": f"η={arguments.eta} / η=0"})
-    print(f"\n{'case':<8} {'metric':<24} {'value':>12} unit")
-    for row in rows:
-        print(f"{row['case']:<8} {row['metric']:<24} {row['value']:>12,.2f} {row['unit']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"rows": rows}, indent=1, ensure_ascii=False) + "\n")
+        rows.append(row("ratio", metric, ratio, f"η={arguments.eta} / η=0"))
+    report(rows, arguments.json)
 
 
 if __name__ == "__main__":

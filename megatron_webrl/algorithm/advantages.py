@@ -24,3 +24,9 @@ def step_advantage(normalized_reward: float, num_steps: int, constant_horizon: f
     """Advantage of every response token of a step: r̂ / k with constant k, or r̂ / number of steps of the episode when
     `constant_horizon` is None."""
     return float(normalized_reward) / (num_steps if constant_horizon is None else constant_horizon)
+
+
+def raft_advantage(reward: float, num_steps: int) -> float | None:
+    """RAFT++: advantage r / number of steps of every response token of an episode that succeeded (r > 0), without group
+    normalisation; None for the others, which are filtered and count nowhere."""
+    return reward / num_steps if reward > 0 else None

@@ -7,13 +7,16 @@ the closed form does not.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """log π_θ − log π_prox is clamped to ± this, with zero gradient outside."""
+
+
+OverCap = Literal["drop", "truncate"]
 
 
 class Surrogate(NamedTuple):
@@ -28,7 +31,7 @@ class Surrogate(NamedTuple):
     dual_clipped: Tensor
     """bool: the bound c·|A| is the smaller; independent of dropping."""
     dropped: Tensor
-    """bool: behaviour weight over the cap, or not a number; token_loss and grad_logp are 0."""
+    """bool: behaviour weight over the cap, infinite, or not a number; token_loss and grad_logp are 0."""
 
 
 @torch.no_grad()
@@ -39,35 +42,43 @@ def surrogate(
     advantages: Tensor,
     *,
     eps_clip: float = 0.2,
-    c_clip: float = 3.0,
+    eps_clip_high: float | None = None,
+    c_clip: float | None = 3.0,
     behave_weight_cap: float = 5.0,
+    over_cap: OverCap = "drop",
 ) -> Surrogate:
     """Token losses of the three policies.
 
     logp, prox_logp, behave_logp, advantages: floating [N]: log π_θ, log π_prox, log π_behave and A of the sampled
     tokens; computed in their common dtype, float32 at least.
 
+    eps_clip_high: ε above 1 (clip-higher of DAPO, arXiv:2503.14476); None: eps_clip.
+    c_clip: c of the dual clip (arXiv:1912.09729); None leaves it out.
+    over_cap: what becomes of w > cap: `drop` (AsyncWebRL) gives the token weight 0, `truncate` gives it the cap (truncated
+        importance sampling).
+
     With ρ = π_θ/π_prox and w = π_prox/π_behave:
-        pg = min(max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε)), c·|A|),  token_loss = w · pg where w ≤ cap, else 0
-        grad_logp = −w · A · ρ where ρ is in its active range (A>0: ρ ≤ 1+ε; A<0: ρ ≥ 1−ε and c·|A| does not bind)
-    The cap is tested in log space, so no weight overflows; a behaviour logprob of −inf or NaN drops its token.
+        pg = min(max(−A·ρ, −A·clip(ρ, 1−ε, 1+ε_high)), c·|A|),  token_loss = w · pg
+        grad_logp = −w · A · ρ where ρ is in its active range (A>0: ρ ≤ 1+ε_high; A<0: ρ ≥ 1−ε and c·|A| does not bind)
+    The cap is tested in log space, so no weight overflows; a behaviour logprob of −inf or NaN drops its token in either way.
     """
     dtype = torch.promote_types(torch.promote_types(logp.dtype, advantages.dtype), torch.float32)
     logp, prox_logp, behave_logp, advantages = (t.to(dtype) for t in (logp, prox_logp, behave_logp, advantages))
 
-    log_weight = prox_logp - behave_logp
-    dropped = ~(log_weight <= math.log(behave_weight_cap))  # NaN compares false, so it is dropped
-    weight = torch.where(dropped, 0.0, log_weight).exp()
+    log_weight, log_cap = prox_logp - behave_logp, math.log(behave_weight_cap)
+    # NaN compares false, so it is dropped
+    dropped = ~(log_weight <= log_cap) if over_cap == "drop" else ~(log_weight < math.inf)
+    weight = torch.where(dropped, 0.0, log_weight).clamp(max=log_cap).exp()
 
     log_ratio = logp - prox_logp
     inside = log_ratio.abs() <= MAX_LOG_RATIO
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     plain = -advantages * ratio
-    limited = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip)
+    limited = -advantages * ratio.clamp(1.0 - eps_clip, 1.0 + (eps_clip if eps_clip_high is None else eps_clip_high))
     clipped = plain < limited
     pg = torch.maximum(plain, limited)
-    bound = c_clip * advantages.abs()
+    bound = torch.full_like(pg, math.inf) if c_clip is None else c_clip * advantages.abs()
     dual_clipped = bound < pg
     pg = torch.minimum(pg, bound)
 

@@ -163,22 +163,49 @@ class ReplayConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """GRPO as in AsyncWebRL (arXiv:2606.05597)."""
+    """GRPO as in AsyncWebRL (arXiv:2606.05597), or RAFT++."""
 
+    objective: Literal["grpo", "raft++"] = "grpo"
+    """`grpo`: advantages normalised within groups; `raft++`: only successes train, with advantage r / number of steps
+    (needs constant_horizon null and replay.dynamic_sampling false)."""
     constant_horizon: float | None = Field(default=10.0, gt=0)
     """k: step advantage = normalised reward / k; null: / number of steps of the episode."""
     unbiased_std: bool = False
     """Divide by G−1 in the group's standard deviation."""
-    eps_clip: float = Field(default=0.2, gt=0)
-    """ε of the clipped ratio to the proximal policy."""
-    c_clip: float = Field(default=3.0, gt=1)
-    """c of the dual clip: token loss ≤ c·|A|."""
+    eps_clip: float = Field(default=0.2, gt=0, lt=1)
+    """ε of the clipped ratio to the proximal policy: ratios below 1−ε are clipped, and above 1+ε."""
+    eps_clip_high: float | None = Field(default=None, gt=0)
+    """ε above 1 (clip-higher); null: eps_clip."""
+    c_clip: float | None = Field(default=3.0, gt=1)
+    """c of the dual clip: token loss ≤ c·|A|; null leaves it out."""
     behave_weight_cap: float = Field(default=5.0, gt=0)
-    """Tokens with π_prox/π_behave above it are dropped."""
+    """Cap of the weight π_prox/π_behave of a token."""
+    over_cap: Literal["drop", "truncate"] = "drop"
+    """Tokens with a weight above the cap: `drop` leaves them out (they count in the mean), `truncate` gives them the cap
+    (truncated importance sampling)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
+    normalizer: Literal["token_mean", "group_constant"] = "token_mean"
+    """What the summed loss is divided by: `token_mean`: all response tokens of the minibatch; `group_constant`: its
+    episodes, so that long episodes weigh more (1/k is in the advantage)."""
     epochs: int = Field(default=3, gt=0)
     """Passes over a batch."""
     minibatches: int = Field(default=2, gt=0)
     """Optimizer updates a pass; groups stay whole."""
+
+    @model_validator(mode="after")
+    def _objective(self) -> AlgorithmConfig:
+        if self.objective == "raft++" and self.constant_horizon is not None:
+            raise ValueError(
+                f"algorithm.constant_horizon={self.constant_horizon:g} has no meaning with algorithm.objective=raft++, whose "
+                "advantage is r / number of steps: set it to null"
+            )
+        if self.objective == "raft++" and self.unbiased_std:
+            raise ValueError(
+                "algorithm.unbiased_std=true has no meaning with algorithm.objective=raft++, which normalises nothing: "
+                "switch it off"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -251,6 +278,8 @@ class TrainerConfig(Section):
     """Older ones are deleted."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads a rank; null: the cores divided by the ranks."""
+    loss_backend: Literal["auto", "torch", "triton"] = "auto"
+    """Row operations of the fused loss; `auto`: Triton on CUDA where it is installed, else torch."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of every collective between trainer ranks."""
     max_logprob_diff: float | None = Field(default=None, gt=0)
@@ -329,6 +358,13 @@ class RunConfig(Section):
                 f"algorithm.minibatches={self.algorithm.minibatches} exceeds replay.groups_per_step="
                 f"{self.replay.groups_per_step}: groups are not split, so give at least as many groups"
             )
+        if self.algorithm.objective == "raft++" and self.replay.dynamic_sampling:
+            raise ValueError(
+                "replay.dynamic_sampling=true drops groups in which all succeeded, of which algorithm.objective=raft++ "
+                "learns most: switch it off"
+            )
+        if self.trainer.loss_backend == "triton" and self.device == "cpu":
+            raise ValueError("trainer.loss_backend=triton cannot run with device=cpu: use auto or torch")
         view, viewport = self.browser.view, self.browser.viewport
         if view[0] > viewport[0] or view[1] > viewport[1]:
             raise ValueError(

@@ -35,10 +35,13 @@ class Row:
     """int32 [R]."""
     advantage: float
     group_id: int
+    begins: bool = True
+    """Whether it is its trajectory's first row: it counts the episode."""
 
 
 def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
     """The rows of a trajectory, each step of it with `advantage`; steps without response tokens are left out."""
+    steps = [step for step in decode_steps(trajectory.payload) if step.response_ids]
     return [
         Row(
             prompt_ids=unpack(step.prompt_ids, INT32),
@@ -48,9 +51,9 @@ def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
             versions=unpack(step.versions, INT32),
             advantage=advantage,
             group_id=trajectory.assignment.group_id,
+            begins=number == 0,
         )
-        for step in decode_steps(trajectory.payload)
-        if step.response_ids
+        for number, step in enumerate(steps)
     ]
 
 

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_webrl.algorithm import normalize_group_rewards, step_advantage, surrogate
+from megatron_webrl.algorithm import normalize_group_rewards, raft_advantage, step_advantage
 from megatron_webrl.config import AlgorithmConfig
 from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, rows_of
 from megatron_webrl.trainer.schedule import minibatch_order, share_out
 from megatron_webrl.trajectory import Group
 
 if TYPE_CHECKING:
+    from megatron_webrl.trainer.model import OutputLayer
     from megatron_webrl.trainer.policy import FetchGroups, FetchImages, PolicyTrainer, Update
 
-_UPDATE_SUMS = ("loss", "kl", "behave_kl", "clipped", "dual_clipped", "dropped")
+_UPDATE_SUMS = ("tokens", "loss", "kl", "behave_kl", "clipped", "dual_clipped", "dropped")
 _STEP_SUMS = (
     "trajectories", "reward", "successes", "success_steps", "failure_steps", "rows", "tokens", "row_advantage",
     "token_advantage", "entropy", "bad_behave", "current", "current_diff", "lag",
@@ -67,7 +68,7 @@ def train_step(
     fetched_at = time.perf_counter()
 
     mine = [s for p in own_first for s in samples[p]]
-    forward = trainer.forward(mine, pixels, entropy=True)
+    forward = trainer.forward(mine, pixels)
     sums, largest, oldest = _step_sums([groups[p] for p in own_first], mine, forward, version, reports=layout.reports)
     keys = [(p, i) for p in own_first for i in range(len(samples[p]))]
     known = {key: logp for key, (logp, _) in zip(keys, forward, strict=True)} if layout.reports else {}
@@ -78,11 +79,13 @@ def train_step(
     largest, oldest = max(value for _, value, _ in gathered), max(value for _, _, value in gathered)
     prox_at = time.perf_counter()
 
+    count = NORMALIZERS[settings.normalizer]
     done: list[Update] = []
     for share in own_updates:
         batch = [s for p in share for s in samples[p]]
         prox = [proximal[p, i] for p in share for i in range(len(samples[p]))]
-        done.append(trainer.update(batch, pixels, _loss(batch, prox, settings), reported=len(_UPDATE_SUMS)))
+        loss = _loss(trainer, batch, prox)
+        done.append(trainer.update(batch, pixels, loss, reported=len(_UPDATE_SUMS), count=count))
     finished = time.perf_counter()
 
     metrics = _step_metrics(dict(zip(_STEP_SUMS, layout.sum(sums).tolist(), strict=True)), largest, oldest)
@@ -96,8 +99,21 @@ def train_step(
     return StepReport(applied_updates=sum(update.applied for update in done), metrics=metrics)
 
 
+NORMALIZERS: dict[str, Callable[[Sample], int]] = {
+    "token_mean": lambda sample: sample.tokens,
+    "group_constant": lambda sample: int(sample.row.begins),
+}
+"""What a sample counts in the loss's denominator.  token_mean: Σ w·pg / response tokens, dropped ones included, as
+AsyncWebRL's code; group_constant: Σ w·pg / episodes, as its paper's 1/(G·k) ΣΣΣ (1/k is in the advantage)."""
+
+
 def group_rows(group: Group, settings: AlgorithmConfig) -> list[Row]:
-    """The rows of a group's trajectories with their advantages, in order."""
+    """The rows of a group's trajectories with their advantages, in order; under RAFT++ those of successes only."""
+    if settings.objective == "raft++":
+        raft = [(t, raft_advantage(t.reward, t.num_steps)) for t in group.trajectories]
+        return [
+            row for trajectory, advantage in raft if advantage is not None for row in rows_of(trajectory, advantage)
+        ]
     normalized = normalize_group_rewards([t.reward for t in group.trajectories], unbiased_std=settings.unbiased_std)
     return [
         row
@@ -114,35 +130,28 @@ def _in_order(groups: list[Group], ids: list[int]) -> list[Group]:
 
 
 def _loss(
-    samples: list[Sample], proximal: list[np.ndarray], settings: AlgorithmConfig
-) -> Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]:
-    def loss(logp: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    trainer: PolicyTrainer, samples: list[Sample], proximal: list[np.ndarray]
+) -> Callable[[OutputLayer, MicroBatch], tuple[Tensor, Tensor]]:
+    def loss(output: OutputLayer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         none = np.zeros(0, np.float32)
         rows = [samples[i].row for i in batch.index]
-        prox = np.concatenate([none, *(proximal[i] for i in batch.index)])
-        behave = np.concatenate([none, *(row.behave_logprobs for row in rows)])
-        advantage = np.concatenate([none, *(np.full(len(row.response_ids), row.advantage, np.float32) for row in rows)])
-        prox_t, behave_t, advantage_t = (torch.from_numpy(array).to(logp.device) for array in (prox, behave, advantage))
-        theta = logp.detach()
-        terms = surrogate(
-            theta,
-            prox_t,
-            behave_t,
-            advantage_t,
-            eps_clip=settings.eps_clip,
-            c_clip=settings.c_clip,
-            behave_weight_cap=settings.behave_weight_cap,
+        columns = (
+            [none, *(proximal[i] for i in batch.index)],
+            [none, *(row.behave_logprobs for row in rows)],
+            [none, *(np.full(len(row.response_ids), row.advantage, np.float32) for row in rows)],
         )
-        behave_gap = torch.where(behave_t.isfinite(), (theta - behave_t).abs(), 0.0)
+        prox, behave, advantages = (torch.from_numpy(np.concatenate(c)).to(batch.targets.device) for c in columns)
+        value, (logp, _, terms, _) = trainer.grpo_loss(output, batch.targets, prox, behave, advantages)
         parts = (
+            torch.ones_like(logp),
             terms.token_loss,
-            (theta - prox_t).abs(),
-            behave_gap,
+            (logp - prox).abs(),
+            torch.where(behave.isfinite(), (logp - behave).abs(), 0.0),
             terms.clipped,
             terms.dual_clipped,
             terms.dropped,
         )
-        return terms.grad_logp, torch.stack([part.double().sum() for part in parts])
+        return value, torch.stack([part.double().sum() for part in parts])
 
     return loss
 
@@ -150,7 +159,7 @@ def _loss(
 def _step_sums(
     groups: list[Group],
     samples: list[Sample],
-    forward: list[tuple[np.ndarray, np.ndarray | None]],
+    forward: list[tuple[np.ndarray, np.ndarray]],
     version: int,
     *,
     reports: bool,
@@ -173,7 +182,7 @@ def _step_sums(
         sums["tokens"] += sample.tokens
         sums["row_advantage"] += row.advantage
         sums["token_advantage"] += row.advantage * sample.tokens
-        sums["entropy"] += float(entropy.sum()) if entropy is not None else 0.0
+        sums["entropy"] += float(entropy.sum())
         sums["bad_behave"] += int((~np.isfinite(row.behave_logprobs)).sum())
         gap = np.abs(row.behave_logprobs - logp)[row.versions == version].astype(np.float64)
         sums["lag"] += float((version - row.versions).sum())
@@ -209,8 +218,10 @@ def _update_metrics(updates: list[Update]) -> dict[str, float]:
     """Means over the updates of a step."""
     if not updates:
         return {"ppo_actor/skipped_updates": 0.0}
-    means = np.mean([update.sums / max(1, update.tokens) for update in updates], axis=0)
-    loss, kl, behave_kl, clipped, dual_clipped, dropped = means.tolist()
+    tokens = np.array([max(1.0, update.sums[0]) for update in updates])
+    loss = float(np.mean([update.sums[1] / max(1, update.denominator) for update in updates]))
+    sums = np.stack([update.sums[2:] for update in updates])
+    kl, behave_kl, clipped, dual_clipped, dropped = (sums / tokens[:, None]).mean(0).tolist()
     norms = [update.grad_norm for update in updates if update.applied]
     return {
         "ppo_actor/update/actor_loss/avg": loss,

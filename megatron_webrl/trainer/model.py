@@ -6,8 +6,9 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from transformers import Qwen3VLConfig
 
+from megatron_webrl.algorithm import ReduceHiddenGrad
 from megatron_webrl.config import ParallelConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.trainer.batch import MicroBatch
@@ -89,6 +91,22 @@ def transformer_config(hf: Qwen3VLConfig, parallel: ParallelConfig, dtype: torch
     )
 
 
+class OutputLayer(NamedTuple):
+    """What the last stage hands to a loss: hidden states and this rank's slice of the output weight, not multiplied yet."""
+
+    hidden: Tensor
+    """[S · B, H], or this rank's shard of it where `reduce_hidden_grad` is `reduce_scatter`."""
+    weight: Tensor
+    """[V / tp, H]."""
+    at: Tensor
+    """int64 [N]: rows of the whole hidden that predict response tokens."""
+    reduce_hidden_grad: ReduceHiddenGrad
+
+
+Head = Callable[[OutputLayer], Tensor]
+"""Ends the forward pass on the last stage."""
+
+
 class Qwen3VL(MegatronModule):
     """The policy's part on one rank.  Parameters are uninitialised until weights are loaded."""
 
@@ -131,9 +149,9 @@ class Qwen3VL(MegatronModule):
         """Hidden states from the stage before, set by Megatron's schedule."""
         self.language_model.set_input_tensor(tensor[0] if isinstance(tensor, list) else tensor)
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Last stage: logits [N, V / tp] of the tokens that predict `batch.targets`; others: hidden states
-        [S, B, H] (S / tp under sequence parallelism)."""
+    def forward(self, batch: MicroBatch, head: Head) -> Tensor:
+        """Last stage: what `head` makes of the hidden states; others: hidden states [S, B, H] (S / tp under sequence
+        parallelism)."""
         hidden = deepstack = None
         if self.pre_process:
             hidden = self.language_model.embedding(input_ids=batch.ids, position_ids=None)  # [S, B, H]
@@ -153,8 +171,8 @@ class Qwen3VL(MegatronModule):
             attention_mask=None,
             decoder_input=hidden,
             extra_block_kwargs=None if deepstack is None else {"context": deepstack},
-            output_processor=_response_logits,
-            output_processor_context=batch.predictors,
+            output_processor=_head_output,
+            output_processor_context=(head, batch.predictors),
         )
 
 
@@ -164,16 +182,23 @@ def _place(hidden: Tensor, batch: MicroBatch, features: Tensor) -> Tensor:
     return flat.index_copy(0, batch.image_places, features[batch.image_features].to(flat.dtype)).view_as(hidden)
 
 
-def _response_logits(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Tensor, config: Any, **_: Any
+def _head_output(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Any, config: Any, **_: Any
 ) -> Tensor:
-    """The output layer at the rows that predict response tokens only, a few per cent of all."""
-    hidden = hidden_states
+    """`head` in place of the output layer: of its logits only those that predict response tokens are wanted, and never
+    all at once."""
+    head, predictors = context
+    weight = output_layer.weight if output_weight is None else output_weight
+    reduce: ReduceHiddenGrad = "all_reduce"
     if config.sequence_parallel:
-        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    rows = hidden.reshape(-1, hidden.shape[-1])[context]
-    rows = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-    return F.linear(rows, output_layer.weight if output_weight is None else output_weight)
+        # The gradient of N rows summed on all ranks, or that of all S · B rows summed and scattered: what moves less.
+        if 2 * len(predictors) > hidden_states.shape[0] * hidden_states.shape[1] * config.tensor_model_parallel_size:
+            reduce = "reduce_scatter"
+        else:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+    return head(OutputLayer(hidden_states.flatten(0, 1), weight, predictors, reduce))
 
 
 class InterleavedMRoPE(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,35 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from transformers import Qwen3VLConfig
 
-from megatron_webrl.algorithm import logprobs_from_logits
+from megatron_webrl.algorithm import LossTerms, fused_linear_grpo_loss, linear_logprob_entropy, surrogate
 from megatron_webrl.config import OptimizerConfig, RunConfig
 from megatron_webrl.processor import Processor
 from megatron_webrl.trainer import checkpoint, grpo, sft
 from megatron_webrl.trainer.batch import MicroBatch, Pixels, Row, Sample, collate, pack, prepare
 from megatron_webrl.trainer.layout import Layout
-from megatron_webrl.trainer.model import Qwen3VL, has_transformer_engine, transformer_config
+from megatron_webrl.trainer.model import OutputLayer, Qwen3VL, has_transformer_engine, transformer_config
 from megatron_webrl.trainer.schedule import learning_rate
 from megatron_webrl.trainer.weights import HuggingFaceWeights, write_directory
 from megatron_webrl.trajectory import Group
 
 FetchGroups = Callable[[list[int]], list[Group]]
 FetchImages = Callable[[list[str]], dict[str, bytes]]
-TokenLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""(logprobs [N], micro-batch) -> (gradient of the summed token losses in them [N], sums to report float64 [K])."""
+Loss = Callable[[OutputLayer, MicroBatch], tuple[Tensor, Tensor]]
+"""-> (summed token losses of the micro-batch, differentiable, float32 []; sums to report, float64 [K])."""
 
 
 @dataclass(frozen=True)
 class Update:
     """One optimizer update."""
 
-    tokens: int
-    """N: response tokens of the minibatch over all ranks and micro-batches."""
+    denominator: int
+    """What the summed loss was divided by: the count over all samples, ranks and micro-batches."""
     sums: np.ndarray
     """float64 [K]: what the loss reported, summed likewise."""
     grad_norm: float
-    """Before clipping; of the loss divided by N."""
+    """Before clipping."""
     applied: bool
-    """False if the gradient was not finite: nothing changed."""
+    """False if the gradient was not finite, or there was nothing to count: nothing changed."""
 
 
 class PolicyTrainer:
@@ -123,7 +124,7 @@ class PolicyTrainer:
         self.banned[self.processor.banned_ids()] = True
         per_rank = slots // layout.tp
         own = self.banned[layout.tp_rank * per_rank : (layout.tp_rank + 1) * per_rank]
-        self._own_banned = torch.from_numpy(own).to(layout.device)
+        self._own_banned = torch.from_numpy(np.flatnonzero(own)).to(layout.device)
 
     # What others call
 
@@ -185,35 +186,41 @@ class PolicyTrainer:
         return Pixels(self.processor, self.layout.to_stage(images))
 
     @torch.no_grad()
-    def forward(
-        self, samples: Sequence[Sample], pixels: Pixels | None, *, entropy: bool = False
-    ) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    def forward(self, samples: Sequence[Sample], pixels: Pixels | None) -> list[tuple[np.ndarray, np.ndarray]]:
         """Logprobs and entropies, float32 [R] each, of this shard's samples: on the last stage; empty elsewhere."""
         packs = pack(samples, self.config.trainer.max_tokens_per_microbatch) or [[]]
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
 
-            def collect(logits: Tensor, non_loss_data: bool = True) -> tuple[list[int], Tensor, Tensor | None]:
-                logp, h = self._logprobs(logits, batch, entropy=entropy)
-                return batch.index, logp.cpu(), None if h is None else h.cpu()
+            def head(output: OutputLayer) -> Tensor:
+                return torch.stack(self.logprob_entropy(output, batch.targets))
 
-            return model(batch), collect
+            def collect(found: Tensor, non_loss_data: bool = True) -> tuple[list[int], Tensor]:
+                return batch.index, found.cpu()
+
+            return model(batch, head), collect
 
         parts = self._run(step, samples, packs, pixels, forward_only=True)
         out: list[Any] = [None] * len(samples) if self.layout.last_stage else []
-        for index, logp, h in parts:
-            sizes = [samples[i].tokens for i in index]
-            split_h = h.split(sizes) if h is not None else [None] * len(sizes)
-            for i, row_logp, row_h in zip(index, logp.split(sizes), split_h, strict=True):
-                out[i] = (row_logp.numpy(), None if row_h is None else row_h.numpy())
+        for index, found in parts:
+            for i, part in zip(index, found.split([samples[i].tokens for i in index], dim=1), strict=True):
+                out[i] = (part[0].numpy(), part[1].numpy())
         return out
 
-    def update(self, samples: Sequence[Sample], pixels: Pixels | None, loss: TokenLoss, *, reported: int) -> Update:
+    def update(
+        self,
+        samples: Sequence[Sample],
+        pixels: Pixels | None,
+        loss: Loss,
+        *,
+        reported: int,
+        count: Callable[[Sample], int] = lambda sample: sample.tokens,
+    ) -> Update:
         """One optimizer update on this shard's `samples` and those of the other shards.
 
-        The gradient is that of the summed token losses divided by N, whatever the layout and the micro-batches.
-        reported: K, how many sums `loss` reports.
+        The gradient is that of the summed losses divided by the sum of `count` over all samples of all shards (the response
+        tokens), whatever the layout and the micro-batches.  reported: K, how many sums `loss` reports.
         """
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -221,27 +228,72 @@ class PolicyTrainer:
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
+            sums: list[Tensor] = []
 
-            def reduce(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-                logp, _ = self._logprobs(logits, batch)
-                gradient, sums = loss(logp, batch)
-                tokens = torch.tensor(len(batch.targets), dtype=torch.int, device=logits.device)
-                return _with_gradient(logp, gradient), tokens, sums
+            def head(output: OutputLayer) -> Tensor:
+                value, found = loss(output, batch)
+                sums.append(found)
+                return value
 
-            return model(batch), reduce
+            def reduce(value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                counted = sum(count(samples[i]) for i in batch.index)
+                return value, torch.tensor(counted, dtype=torch.int, device=value.device), sums[0]
+
+            return model(batch, head), reduce
 
         parts = self._run(step, samples, packs, pixels, forward_only=False)
         totals = torch.zeros(reported + 1, dtype=torch.float64)
         if self.layout.reports:
-            totals[0] = sum(s.tokens for s in samples)
+            totals[0] = sum(count(s) for s in samples)
             totals[1:] = torch.stack(parts).sum(0).cpu()
         sums = self.layout.sum(totals).numpy()
         found_inf = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        applied = not found_inf and math.isfinite(grad_norm)
+        applied = not found_inf and math.isfinite(grad_norm) and sums[0] > 0
         if applied:
             applied = bool(self.optimizer.step()[0])
-        return Update(tokens=int(sums[0]), sums=sums[1:], grad_norm=grad_norm, applied=applied)
+        return Update(denominator=int(sums[0]), sums=sums[1:], grad_norm=grad_norm, applied=applied)
+
+    def grpo_loss(
+        self, output: OutputLayer, targets: Tensor, prox: Tensor, behave: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, LossTerms]:
+        """`fused_linear_grpo_loss`, summed, of the run's objective; the output weight's gradient goes to main_grad."""
+        settings, weight = self.config.algorithm, output.weight
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return fused_linear_grpo_loss(
+            output.hidden,
+            weight,
+            targets,
+            prox,
+            behave,
+            advantages,
+            denominator=1,
+            objective=partial(
+                surrogate,
+                eps_clip=settings.eps_clip,
+                eps_clip_high=settings.eps_clip_high,
+                c_clip=settings.c_clip,
+                behave_weight_cap=settings.behave_weight_cap,
+                over_cap=settings.over_cap,
+            ),
+            entropy_coef=settings.entropy_coef,
+            weight_grad=weight.main_grad,  # type: ignore[attr-defined]
+            **self._head_options(output),
+        )
+
+    def logprob_entropy(self, output: OutputLayer, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`linear_logprob_entropy` of the policy as it is sampled."""
+        return linear_logprob_entropy(output.hidden, output.weight, targets, **self._head_options(output))
+
+    def _head_options(self, output: OutputLayer) -> dict[str, Any]:
+        return {
+            "at": output.at,
+            "banned": self._own_banned,
+            "temperature": self.config.sampling.temperature,
+            "group": self.layout.tp_group,
+            "reduce_hidden_grad": output.reduce_hidden_grad,
+            "backend": self.config.trainer.loss_backend,
+        }
 
     def advance_lr(self) -> float:
         """Take the next learning rate of the schedule and return it."""
@@ -273,18 +325,3 @@ class PolicyTrainer:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-
-    def _logprobs(self, logits: Tensor, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        return logprobs_from_logits(
-            logits,
-            batch.targets,
-            self._own_banned,
-            temperature=self.config.sampling.temperature,
-            group=self.layout.tp_group,
-            entropy=entropy,
-        )
-
-
-def _with_gradient(logp: Tensor, gradient: Tensor) -> Tensor:
-    """A scalar whose gradient in logp is `gradient`; its value means nothing."""
-    return torch.dot(logp, gradient.to(logp.dtype))

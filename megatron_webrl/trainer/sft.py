@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from megatron_webrl.trainer.batch import MicroBatch, Row
 
 if TYPE_CHECKING:
+    from megatron_webrl.trainer.model import OutputLayer
     from megatron_webrl.trainer.policy import FetchImages, PolicyTrainer
 
 
@@ -22,15 +22,16 @@ def sft_step(trainer: PolicyTrainer, rows: list[Row], fetch_images: FetchImages)
     lr = trainer.advance_lr()
     samples = [trainer.prepare(row) for row in rows[trainer.layout.dp_rank :: trainer.layout.dp]]
     pixels = trainer.fetch_pixels(samples, fetch_images)
-    update = trainer.update(samples, pixels, _cross_entropy, reported=1)
+
+    def cross_entropy(output: OutputLayer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        logp, _ = trainer.logprob_entropy(output, batch.targets)
+        return -logp.sum(), -logp.detach().double().sum()[None]
+
+    update = trainer.update(samples, pixels, cross_entropy, reported=1)
     return {
-        "sft/loss": float(update.sums[0]) / max(1, update.tokens),
+        "sft/loss": float(update.sums[0]) / max(1, update.denominator),
         "sft/grad_norm": update.grad_norm,
         "sft/lr": lr,
-        "sft/tokens": float(update.tokens),
+        "sft/tokens": float(update.denominator),
         "sft/skipped_updates": float(not update.applied),
     }
-
-
-def _cross_entropy(logp: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    return torch.full_like(logp, -1.0), -logp.detach().double().sum()[None]

@@ -1,18 +1,12 @@
-"""What trainer tests share: configurations, synthetic trajectories, and several ranks at once."""
+"""What trainer tests share: configurations and synthetic trajectories."""
 
 from __future__ import annotations
 
 import io
-import queue
-import socket
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.multiprocessing as multiprocessing
 
 from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.processor import Processor
@@ -31,8 +25,6 @@ from megatron_webrl.trajectory import (
     image_digest,
     pack,
 )  # fmt: skip
-
-RANKS_DEADLINE_S = 240.0
 
 
 def run_config(model: Path, **sections: Any) -> RunConfig:
@@ -53,12 +45,6 @@ def run_config(model: Path, **sections: Any) -> RunConfig:
     for name, section in sections.items():
         data[name] = {**data.get(name, {}), **section} if isinstance(section, dict) else section
     return validate(data, "test")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def picture(rng: np.random.Generator, width: int, height: int) -> bytes:
@@ -97,7 +83,7 @@ class Recorded:
                     seen = [first] if turn == 0 else [first, image(128, 96)]
                     text = "<|im_start|>user\n" + "<|vision_start|><|image_pad|><|vision_end|>" * len(seen)
                     prompt = processor.encode(text + "Click the button.<|im_end|>\n<|im_start|>assistant\n")
-                    response = rng.choice(allowed, int(rng.integers(3, 12)))
+                    response = rng.choice(allowed, int(rng.integers(3, 12)) * (12 if group_id == 12 else 1))
                     turns.append(
                         Step(
                             prompt_ids=pack(prompt, INT32),
@@ -137,38 +123,3 @@ class Recorded:
 
     def fetch_images(self, digests: list[str]) -> dict[str, bytes]:
         return {digest: self.images[digest] for digest in digests}
-
-
-def _rank(function: Callable[..., Any], rank: int, ranks: int, args: tuple[Any, ...], results: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        results.put((rank, function(rank, ranks, *args), None))
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-
-
-def on_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """`function(rank, ranks, *args)` in so many processes; their results in order.  Fails after RANKS_DEADLINE_S."""
-    context = multiprocessing.get_context("forkserver")  # imports once, then forks
-    context.set_forkserver_preload(["megatron_webrl.trainer"])
-    results = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, args, results), daemon=True) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    found: dict[int, Any] = {}
-    try:
-        for _ in range(ranks):
-            try:
-                rank, value, error = results.get(timeout=RANKS_DEADLINE_S)
-            except queue.Empty:
-                raise AssertionError(f"ranks other than {sorted(found)} gave no result") from None
-            assert error is None, error
-            found[rank] = value
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-    return [found[rank] for rank in range(ranks)]

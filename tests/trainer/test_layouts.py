@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Recorded, free_port, on_ranks, run_config
+from naive_loss import naive_logprob_entropy
+from on_ranks import free_port, on_ranks
+from ranks import Recorded, run_config
 from safetensors.torch import load_file
 
+from megatron_webrl.algorithm import LossTerms, surrogate
 from megatron_webrl.errors import UserError
 from megatron_webrl.trainer import PolicyTrainer, rows_of
 
@@ -25,10 +28,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 GROUPS = [10, 11, 12]
 
 
-def steps_in(model: Path, parallel: dict[str, Any], place: dict[str, Any], out: Path) -> dict[str, Any]:
+class FullLogits(PolicyTrainer):
+    """With the plain output layer: all logits at once, and autograd through them.  For one rank."""
+
+    def logprob_entropy(self, output: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        banned = torch.from_numpy(np.flatnonzero(self.banned))
+        return naive_logprob_entropy(output.hidden[output.at], output.weight, targets, banned=banned)
+
+    def grpo_loss(
+        self, output: Any, targets: torch.Tensor, prox: torch.Tensor, behave: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, LossTerms]:
+        logp, entropy = self.logprob_entropy(output, targets)
+        terms = surrogate(logp.detach(), prox, behave, advantages)
+        coefficient = self.config.algorithm.entropy_coef
+        loss = (logp * terms.grad_logp).sum() - coefficient * entropy.sum()
+        return loss, LossTerms(logp.detach(), entropy.detach(), terms, logp.isnan())
+
+
+def steps_in(
+    model: Path, parallel: dict[str, Any], place: dict[str, Any], out: Path, kind: type[PolicyTrainer] = PolicyTrainer
+) -> dict[str, Any]:
     """Export, logprobs, two steps, a checkpoint between them."""
-    config = run_config(model, trainer={"parallel": parallel, "max_tokens_per_microbatch": 500})
-    trainer = PolicyTrainer(config, **place, total_steps=10)
+    config = run_config(
+        model, trainer={"parallel": parallel, "max_tokens_per_microbatch": 500}, algorithm={"entropy_coef": 0.01}
+    )
+    trainer = kind(config, **place, total_steps=10)
     recorded = Recorded(trainer.processor, groups=3, size=2)
     initial = trainer.export()
     same = None
@@ -65,14 +89,19 @@ def compare(got: dict[str, float], want: dict[str, float]) -> None:
 
 @pytest.mark.timeout(300)
 def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
-    """Against one rank, for every layout: the export is the directory's weights bit by bit before training, equal
+    """Against one rank with the plain output layer, for one rank with the fused one and for every layout: the export is the directory's weights bit by bit before training, equal
     logprobs on every rank, equal metrics (loss and gradient norm among them) of two steps with four updates each, and
     equal weights after them.  Only leads fetch.  A checkpoint of one layout goes on in another."""
     alone = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1"}
-    reference = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "one")
+    reference = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "one", FullLogits)
     assert reference["same"]
+    fused = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "fused")
+    for got, want in zip(fused["metrics"], reference["metrics"], strict=True):
+        compare(got, want)
     weights = load_file(tmp_path / "one" / "hf" / "model.safetensors")
-    results = on_ranks(all_layouts, 4, deep_model_dir, [free_port() for _ in LAYOUTS], tmp_path)
+    results = on_ranks(
+        all_layouts, 4, deep_model_dir, [free_port() for _ in LAYOUTS], tmp_path, preload="megatron_webrl.trainer"
+    )
     for layout, name in enumerate(LAYOUTS):
         assert results[0][layout]["same"], name
         for rank in range(4):
@@ -90,7 +119,7 @@ def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
 
     for name in ("tp2-pp2-sp", "tp2-dp2"):
         other = {"distributed_optimizer": LAYOUTS[name].get("distributed_optimizer", False)}
-        config = run_config(deep_model_dir, trainer={"parallel": other})
+        config = run_config(deep_model_dir, trainer={"parallel": other}, algorithm={"entropy_coef": 0.01})
         trainer = PolicyTrainer(config, **alone, master_port=free_port(), total_steps=10)
         try:
             recorded = Recorded(trainer.processor, groups=3, size=2)

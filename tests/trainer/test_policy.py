@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Recorded, free_port, run_config
+from on_ranks import free_port
+from ranks import Recorded, run_config
 
 from megatron_webrl.errors import UserError
 from megatron_webrl.trainer import PolicyTrainer, rows_of
@@ -144,8 +145,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, mak
     samples = [trainer.prepare(row) for row in rows(recorded)]
     pixels = trainer.fetch_pixels(samples, recorded.fetch_images)
 
-    def broken(logp: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full_like(logp, float("nan")), torch.zeros(1, dtype=torch.float64)
+    def broken(output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logp, _ = trainer.logprob_entropy(output, batch.targets)
+        return logp.sum() * float("nan"), torch.zeros(1, dtype=torch.float64)
 
     assert not trainer.update(samples, pixels, broken, reported=1).applied
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
