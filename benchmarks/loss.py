@@ -11,9 +11,10 @@ of three after a warm-up).  `…_8_percent`: 8% of the rows are response tokens.
   naive     all logits, log_softmax, autograd              surrogate, entropy of every token
   ours      fused_linear_grpo_loss                         surrogate, entropy of every token
   …_entropy the same with an entropy bonus, so that entropy has a gradient
-  liger     LigerFusedLinearGRPOFunction                   surrogate, no entropy
+  liger     Liger's chunked GRPO loss                      surrogate, no entropy
+  trl       TRL's selective_log_softmax_and_entropy        surrogate, entropy of every token; all logits at once
   cce       Apple's cut cross-entropy (torch_compile)      −log p only
-Liger's and Apple's packages are installed into `.peers/` at the first run; `--cases` leaves them out.
+The others' packages are installed into `.peers/` at the first run; `--cases` leaves them out.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from benchmarks._table import report, row
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".peers"
-PEER_PACKAGES = {"liger": "liger-kernel==0.8.3", "cce": "cut-cross-entropy==25.1.1"}
-CASES = ["floor", "naive", "ours", "naive_entropy", "ours_entropy", "naive_8_percent", "ours_8_percent", "liger", "cce"]
+PEER_PACKAGES = {"liger": "liger-kernel==0.8.5", "trl": "trl==1.16.0", "cce": "cut-cross-entropy==25.1.1"}
+CASES = ["floor", "naive", "ours", "naive_entropy", "ours_entropy", "naive_8_percent", "ours_8_percent", *PEER_PACKAGES]
 ENTROPY_COEF = 0.01
 
 
@@ -90,12 +91,19 @@ def naive(p: dict[str, Any], *, at: Any = None, entropy_coef: float = 0.0) -> No
     logp = logp_all.gather(1, targets[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_coef > 0):
         entropy = -(logp_all.exp() * logp_all).sum(-1)
+    loss = plain_surrogate(logp, prox, behave, advantages).sum() - entropy_coef * entropy.sum()
+    (loss / len(targets)).backward()
+
+
+def plain_surrogate(logp: Any, prox: Any, behave: Any, advantages: Any) -> Any:
+    """The objective, left to autograd."""
+    import torch
+
     ratio = (logp - prox).exp()
     pg = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
     pg = torch.minimum(pg, 3.0 * advantages.abs())
     weight = (prox - behave).exp()
-    loss = torch.where(weight <= 5.0, weight * pg, 0.0).sum() - entropy_coef * entropy.sum()
-    (loss / len(targets)).backward()
+    return torch.where(weight <= 5.0, weight * pg, 0.0)
 
 
 def ours(p: dict[str, Any], *, at: Any = None, entropy_coef: float = 0.0) -> None:
@@ -117,7 +125,7 @@ def liger(p: dict[str, Any]) -> None:
         beta=0.0, epsilon_low=0.2, epsilon_high=0.2, delta=3.0, use_ref_model=False, compiled=False
     )
     rows = len(p["targets"])
-    sequence = 64  # it wants sequences [B, T], and chunks over B
+    sequence = 256  # it wants sequences [B, T], and takes one of them at a time
     shaped = {name: p[name].view(rows // sequence, sequence) for name in ("targets", "prox", "behave")}
     loss, _ = head(
         p["hidden"].view(rows // sequence, sequence, -1),
@@ -131,6 +139,15 @@ def liger(p: dict[str, Any]) -> None:
     loss.backward()
 
 
+def trl(p: dict[str, Any]) -> None:
+    """TRL's logprobs and entropies from logits, the surrogate outside."""
+    from trl.trainer.utils import selective_log_softmax_and_entropy
+
+    logits = p["hidden"] @ p["weight"].t()
+    logp, _ = selective_log_softmax_and_entropy(logits, p["targets"], entropy_requires_grad=False)
+    (plain_surrogate(logp, p["prox"], p["behave"], p["advantages"]).sum() / len(logp)).backward()
+
+
 def cce(p: dict[str, Any]) -> None:
     """Apple's cross entropy; the Triton one needs a GPU."""
     from cut_cross_entropy import linear_cross_entropy
@@ -141,7 +158,7 @@ def cce(p: dict[str, Any]) -> None:
 
 def workload(case: str, p: dict[str, Any]) -> Callable[[], None]:
     """What a case runs."""
-    if case in ("floor", "liger", "cce"):
+    if case == "floor" or case in PEER_PACKAGES:
         return lambda: globals()[case](p)
     function = naive if case.startswith("naive") else ours
     at = p["at"] if case.endswith("8_percent") else None
@@ -171,7 +188,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, float]:
         return {"extra_bytes": float(extra), "gpu_seconds": best}
     torch.randn(64, 64) @ torch.randn(64, 64)  # libraries are loaded
     if case in PEER_PACKAGES or case.startswith("ours"):  # imports, and what is compiled at first use
-        small = argparse.Namespace(**{**vars(arguments), "rows": 64, "vocab": 512})
+        small = argparse.Namespace(**{**vars(arguments), "rows": 256, "vocab": 512})
         workload(case, problem(small))()
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     run()
@@ -214,7 +231,7 @@ def run_apart(case: str, arguments: argparse.Namespace) -> dict[str, float] | No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=2048, help="tokens T; a multiple of 64")
+    parser.add_argument("--rows", type=int, default=2048, help="tokens T; a multiple of 256")
     parser.add_argument("--hidden", type=int, default=512, help="width d")
     parser.add_argument("--vocab", type=int, default=151_936, help="V")
     parser.add_argument("--threads", type=int, default=2)
@@ -240,7 +257,7 @@ def main() -> None:
         rows += [row(case, metric, value, "B" if metric == "extra_bytes" else "s") for metric, value in metrics.items()]
     for case, base in (
         ("ours", "naive"), ("ours_entropy", "naive_entropy"), ("ours_8_percent", "naive"),
-        ("ours_8_percent", "naive_8_percent"), ("ours", "floor"), ("liger", "naive"), ("cce", "naive"),
+        ("ours_8_percent", "naive_8_percent"), ("ours", "floor"), ("liger", "naive"), ("trl", "naive"), ("cce", "naive"),
     ):  # fmt: skip
         if case in found and base in found:
             rows += [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # key=value after an option
         arguments.overrides += rest
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         code = arguments.run(arguments)
     except UserError as error:
@@ -162,9 +164,14 @@ def _ledger(arguments: argparse.Namespace) -> int:
     file = arguments.run_dir / "ledger.sqlite"
     if not file.exists():
         raise UserError(f"RUN={arguments.run_dir} holds no ledger.sqlite: give the run_dir of a run")
-    ledger = Ledger(file)
-    print(_account(ledger.account()))
-    ledger.close()
+    try:
+        ledger = Ledger(file)
+        print(_account(ledger.account()))
+        ledger.close()
+    except sqlite3.Error as error:
+        raise UserError(
+            f"RUN={arguments.run_dir}: ledger.sqlite cannot be read ({error}): give the run_dir of a run"
+        ) from None
     return 0
 
 

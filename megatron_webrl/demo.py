@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl import launch
-from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.config import ModelShape, RunConfig, check_layout, validate
 from megatron_webrl.errors import UserError
 from megatron_webrl.launch import Display, RunResult
+from megatron_webrl.run_directory import locked
+from megatron_webrl.tiny_model import DEEPSTACK, HEADS, KV_HEADS, LAYERS, MAX_VOCAB
 
 PAGES_A_SAMPLE = 3
 """Every third page of the demonstrations gives the tokenizer words enough."""
@@ -29,7 +31,15 @@ def run_demo(config: RunConfig, display: Display, *, setup_seconds: float = 0.0)
     """Run everything; returns the path of summary.json.  setup_seconds: what `make setup` took, for the summary."""
     began = time.monotonic()
     _check_first(config)
-    run_dir = _fresh(Path(config.run_dir), display)
+    run_dir = Path(config.run_dir)
+    with locked(run_dir):  # nobody writes to the earlier one
+        _keep_earlier(run_dir, display)
+    with locked(run_dir):
+        return _run(config, run_dir, display, began, setup_seconds)
+
+
+def _run(config: RunConfig, run_dir: Path, display: Display, began: float, setup_seconds: float) -> Path:
+    (run_dir / "logs").mkdir()
     minutes = {"setup": setup_seconds / 60}
 
     phase = time.monotonic()
@@ -55,29 +65,33 @@ def run_demo(config: RunConfig, display: Display, *, setup_seconds: float = 0.0)
 
 
 def _check_first(config: RunConfig) -> None:
-    """What would stop the demo later: said now."""
-    from megatron_webrl.browser import find_chromium
-    from megatron_webrl.engine import check_port
-    from megatron_webrl.tasks import check_task_names
+    """What would stop the demo later: said now, before anything is renamed."""
+    from megatron_webrl.agent import check_scripts
+    from megatron_webrl.tasks import demonstration_tasks
 
-    check_task_names(config.tasks.names)
-    find_chromium(config.browser.executable)
-    if config.engine.port is not None:
-        check_port(config.engine.port)
+    run_dir, model = Path(config.run_dir).resolve(), Path(config.model.path).resolve()
+    if Path.cwd().is_relative_to(run_dir):
+        raise UserError(f"run_dir={config.run_dir} holds the working directory: give a directory of its own")
+    if model.exists() and not model.is_relative_to(run_dir):
+        raise UserError(
+            f"model.path={config.model.path} exists: the demo writes its warm model there, give another, or remove it"
+        )
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0: the demo shows success before and after, give a number of episodes")
+    launch.check_surroundings(config)
+    check_scripts(demonstration_tasks(config.tasks))
+    check_layout(config, ModelShape(HEADS, KV_HEADS, LAYERS, MAX_VOCAB, len(DEEPSTACK)))
 
 
-def _fresh(run_dir: Path, display: Display) -> Path:
-    """An empty run_dir; an earlier one is kept under a numbered name."""
-    if run_dir.exists():
-        n = 1
-        while (kept := run_dir.with_name(f"{run_dir.name}.{n}")).exists():
-            n += 1
-        run_dir.rename(kept)
-        display.say(f"the earlier {run_dir} is kept as {kept}")
-    (run_dir / "logs").mkdir(parents=True)
-    return run_dir
+def _keep_earlier(run_dir: Path, display: Display) -> None:
+    """What an earlier demo wrote is kept under a numbered name."""
+    if {file.name for file in run_dir.iterdir()} <= {"lock"}:
+        return
+    n = 1
+    while (kept := run_dir.with_name(f"{run_dir.name}.{n}")).exists():
+        n += 1
+    run_dir.rename(kept)
+    display.say(f"the earlier {run_dir} is kept as {kept}")
 
 
 def _demonstrate(config: RunConfig, run_dir: Path, display: Display) -> Path:

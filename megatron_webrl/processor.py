@@ -52,7 +52,7 @@ class Processor:
         """Read tokenizer and image settings.  Raises UserError naming the file that is missing or malformed."""
         try:
             tokenizer = _read_tokenizer(directory / "tokenizer.json")
-            settings = json.loads((directory / "preprocessor_config.json").read_text())
+            settings = _image_settings(directory)
             vocab_size = json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"]
             return cls(directory, tokenizer, settings, vocab_size)
         except (OSError, ValueError, KeyError) as error:
@@ -140,6 +140,14 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
         scale = math.sqrt(min_pixels / (height * width))
         tall, wide = math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
     return tall, wide
+
+
+def _image_settings(directory: Path) -> dict[str, Any]:
+    """Of the image processor; transformers 5 writes them as a section of processor_config.json."""
+    file = directory / "preprocessor_config.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    return json.loads((directory / "processor_config.json").read_text())["image_processor"]
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:

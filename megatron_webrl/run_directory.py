@@ -1,8 +1,54 @@
-"""Where a run's checkpoints lie.  Imports nothing heavy: the driver asks before any process starts."""
+"""A run's directory: who may write to it, and where its checkpoints lie.  Imports nothing heavy: the driver asks before
+any process starts."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megatron_webrl.errors import UserError
+
+_locked: set[Path] = set()
+"""Directories that this process holds."""
+
+
+def check_writable(key: str, directory: Path) -> None:
+    """Raises UserError, naming the key, if `directory` is there and cannot be written to, or cannot be made."""
+    nearest = directory.absolute()
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UserError(f"{key}={directory}: {nearest} is a file: give a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{key}={directory}: {nearest} cannot be written to by this user: give another directory")
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """`run_dir`, made if it is not there, for this process alone; a process that holds it may ask again.
+
+    Raises UserError if another process holds it."""
+    check_writable("run_dir", run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held = run_dir.resolve()
+    if held in _locked:
+        yield
+        return
+    with open(run_dir / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"run_dir={run_dir} is used by a run that goes on: give another run_dir, or end it"
+            ) from None
+        _locked.add(held)
+        try:
+            yield
+        finally:
+            _locked.discard(held)
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:

@@ -30,6 +30,9 @@ _CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PATCH, MERGE = 16, 2
+HEADS, KV_HEADS, LAYERS = 4, 2, 3
+DEEPSTACK = [0, 1]
+MAX_VOCAB = 512
 
 
 def make_tiny_model(
@@ -37,8 +40,8 @@ def make_tiny_model(
     texts: Iterable[str],
     *,
     seed: int = 0,
-    max_vocab: int = 512,
-    layers: int = 3,
+    max_vocab: int = MAX_VOCAB,
+    layers: int = LAYERS,
     tie: bool = True,
     image_tokens: tuple[int, int] = (1, 256),
 ) -> Path:
@@ -106,8 +109,8 @@ def _config(tokenizer: Any, layers: int, tie: bool) -> Any:
             hidden_size=128,
             intermediate_size=384,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS,
             head_dim=32,
             max_position_embeddings=4096,
             rms_norm_eps=1e-6,
@@ -131,7 +134,7 @@ def _config(tokenizer: Any, layers: int, tie: bool) -> Any:
             temporal_patch_size=2,
             out_hidden_size=128,
             num_position_embeddings=256,
-            deepstack_visual_indexes=[0, 1],
+            deepstack_visual_indexes=DEEPSTACK,
             hidden_act="gelu_pytorch_tanh",
             initializer_range=0.06,
         ),

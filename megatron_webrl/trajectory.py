@@ -70,6 +70,10 @@ class Task(msgspec.Struct, frozen=True):
     """1 (easy) to 15."""
 
 
+AttemptKey = tuple[int, int, int]
+"""The unit of the account: (group_id, sample_index, attempt)."""
+
+
 class Assignment(msgspec.Struct, frozen=True):
     """One attempt at one episode, leased to a slot."""
 
@@ -89,8 +93,8 @@ class Assignment(msgspec.Struct, frozen=True):
     """Seconds that the episode's own steps may take; waiting for an engine or a refresh is not counted."""
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        """The unit of the account: (group_id, sample_index, attempt)."""
+    def key(self) -> AttemptKey:
+        """What the account knows it by."""
         return (self.group_id, self.sample_index, self.attempt)
 
 

@@ -41,6 +41,8 @@ stage() {
     say "$what: $((SECONDS - began)) s"
 }
 
+[ "$(uname -s)" = Linux ] || die "this is $(uname -s): it runs on Linux only (SGLang, Megatron and Slurm do)"
+
 # --- What is there --------------------------------------------------------------------------------------------------
 
 suits() { # PYTHON: a version that fits, able to make environments
@@ -88,11 +90,11 @@ fi
 # --- Python environment ----------------------------------------------------------------------------------------------
 
 began_all=$SECONDS
-if ! { suits "$PY" && [ -d "$VENV/lib" ]; }; then
+if ! { suits "$PY" && "$PY" -m pip --version >/dev/null 2>&1; }; then
     python=$(find_python) || die "no Python ≥3.12 and <3.14 that can make environments was found on PATH, in pyenv or through" \
         "uv: install one (apt-get install python3.12 python3.12-venv where the system has it, pyenv install 3.12, or install uv)"
     if [ -e "$VENV" ]; then
-        say "$VENV does not run any more (its Python is gone or of another version): it is made anew"
+        say "$VENV does not run (half made, or its Python is gone or of another version): it is made anew"
         rm -rf "$VENV"
     fi
     need=$([ "$device" = gpu ] && echo 16 || echo 9)
@@ -132,7 +134,7 @@ stage "SGLang, MiniWoB++ and this package" "$again" \
 if [ "$device" = gpu ] && ! "$PY" -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then
     # Its PyTorch part is compiled here; Megatron has layers of its own for where that cannot be done.
     ( stage "transformer-engine (compiled here, may take many minutes)" "going on with Megatron's own layers; it wants nvcc and cuDNN's headers" \
-        uv_install --no-build-isolation "$(grep '^transformer-engine' requirements/gpu.txt)" )
+        uv_install --no-build-isolation "$(grep '^transformer-engine' requirements/gpu.txt)" ) || [ $? != 130 ] || exit 130
 fi
 rm -rf "$VENV/cache"
 
@@ -174,7 +176,7 @@ if ! find_chromium >/dev/null; then
 fi
 if ! fonts_there; then
     ( stage "Fonts" "pages will show no text until there are fonts (Debian, Ubuntu, as root: apt-get install fonts-liberation)" \
-        apt_install fonts-liberation )
+        apt_install fonts-liberation ) || [ $? != 130 ] || exit 130
 fi
 
 echo "$wanted" >"$STAMP"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_webrl.run_directory import locked
+
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -24,15 +26,19 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return file
 
 
-def train(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "megatron_webrl", "train", str(config), *arguments],
+        [sys.executable, "-m", "megatron_webrl", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
+
+
+def train(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return command("train", config, *arguments)
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -73,7 +79,44 @@ def test_resume_needs_a_checkpoint_and_a_fresh_run_an_empty_directory(config: Pa
     refused(train(config, "--resume"), "--resume", "no checkpoint")
     (config.parent / "run").mkdir(exist_ok=True)
     (config.parent / "run" / "ledger.sqlite").touch()
+    refused(train(config), "run_dir", "saved no checkpoint", "remove it")
+    (config.parent / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     refused(train(config), "run_dir", "--resume")
+
+
+def test_a_run_dir_that_cannot_be_used_is_refused(config: Path, tmp_path: Path) -> None:
+    """A file, one that another process holds, and that of a training run for an evaluation."""
+    (tmp_path / "file").write_text("")
+    refused(train(config, f"run_dir={tmp_path / 'file'}"), "run_dir", "is a file")
+    with locked(tmp_path / "held"):
+        refused(train(config, f"run_dir={tmp_path / 'held'}"), "run_dir", "goes on")
+    run = tmp_path / "trained"
+    run.mkdir()
+    (run / "run.json").write_text('{"run_id": "x", "starts": 1, "kind": "train"}')
+    refused(command("eval", config, f"run_dir={run}"), "run_dir", "training run", "of its own")
+
+
+def test_files_that_are_not_what_they_should_be(config: Path, tmp_path: Path) -> None:
+    """A picture for a configuration, a text for a ledger."""
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\xfe")
+    refused(train(tmp_path / "picture.yaml"), "picture.yaml", "UTF-8")
+    (tmp_path / "ledger.sqlite").write_text("no database, but long enough to look at" * 10)
+    refused(command("ledger", tmp_path), "ledger.sqlite", "run_dir")
+
+
+def test_the_demo_says_first_what_would_stop_it_later(tmp_path: Path) -> None:
+    """A model directory that is there, a layout that cannot fit, a task without a script, run_dir=.: nothing is renamed."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for override, words in (
+        (f"model.path={tmp_path}", ("model.path", "exists")),
+        ("trainer.parallel.tp=3", ("trainer.parallel.tp=3",)),
+        ("tasks.names=[tic-tac-toe]", ("tic-tac-toe", "no script")),
+        ("device=cuda", ("device=cuda",)),
+        ("run_dir=.", ("run_dir=.",)),
+    ):
+        refused(command("demo", f"run_dir={run}", override), *words)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
 def test_dry_run_prints_a_configuration_that_reads_back_and_the_placement(config: Path, tmp_path: Path) -> None:

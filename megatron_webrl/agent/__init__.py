@@ -2,6 +2,7 @@
 
 from megatron_webrl.agent.demonstrate import (
     Sample,
+    check_scripts,
     collect_samples,
     demonstrate,
     load_demonstrations,
@@ -24,6 +25,7 @@ __all__ = [
     "Sample",
     "ScriptedPolicy",
     "build_prompt",
+    "check_scripts",
     "collect_samples",
     "demonstrate",
     "format_call",

@@ -46,7 +46,7 @@ async def collect_samples(
 ) -> list[Sample]:
     """What the scripts would do for each task, without acting: needs a browser, but no model and no tokenizer.
     Raises UserError for a task that has no script."""
-    _check(tasks)
+    check_scripts(tasks)
     environment = MiniWob(config.browser)
 
     async def sample(task: Task) -> Sample | None:
@@ -86,7 +86,7 @@ async def demonstrate(
 ) -> tuple[list[Trajectory], dict[str, bytes]]:
     """Run the script of each task; trajectories of those that succeed, in the order of `tasks`, and their screenshots
     by digest.  Raises UserError for a task that has no script."""
-    _check(tasks)
+    check_scripts(tasks)
     environment = MiniWob(config.browser)
 
     async def run(numbered: tuple[int, Task]) -> tuple[Trajectory, dict[str, bytes]] | None:
@@ -160,11 +160,12 @@ def _coarse(actions: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [{k: coarse(v) if k == "coordinate" else v for k, v in action.items()} for action in actions]
 
 
-def _check(tasks: Sequence[Task]) -> None:
+def check_scripts(tasks: Sequence[Task]) -> None:
+    """Raises UserError for a task that has no script."""
     for task in tasks:
         if not has_oracle(task.name):
             raise UserError(
-                f"tasks.names has {task.name!r}, which no script can demonstrate: leave it out, or bring a warm model"
+                f"tasks.names has {task.name!r}, which has no script to demonstrate it: leave it out, or bring a warm model"
             )
 
 

@@ -20,7 +20,7 @@ BLOCK, WARPS = 4096, 8
 
 
 @triton.jit
-def statistics_kernel(LOGITS, TARGET, OUT, stride, rows, columns, inverse_temperature, BLOCK: tl.constexpr):
+def statistics_kernel(LOGITS, TARGET, OUT, stride, rows, columns, inverse_temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """OUT [4, rows]: max, Σ e^(z−max), Σ (z−max)·e^(z−max), z[target] or 0, by an online softmax."""
     row = tl.program_id(0).to(tl.int64)
     start_of_row = LOGITS + row * stride
@@ -49,7 +49,7 @@ def statistics_kernel(LOGITS, TARGET, OUT, stride, rows, columns, inverse_temper
 
 
 @triton.jit
-def gradient_kernel(
+def gradient_kernel(  # type: ignore[no-untyped-def]
     LOGITS, OUT, TARGET, LOG_TOTAL, ENTROPY, GRAD_LOGP, GRAD_ENTROPY, stride, out_stride, columns, inverse_temperature,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

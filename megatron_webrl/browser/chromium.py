@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import shutil
+import subprocess
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,13 +63,23 @@ def find_chromium(executable: Path | None) -> Path:
         for file in sorted(downloads.glob(pattern), reverse=True):
             if os.access(file, os.X_OK):
                 return file
-    for name in NAMES:  # last: Ubuntu's command is a stub that only advises to install a snap
-        if found := shutil.which(name):
+    for name in NAMES:
+        if (found := shutil.which(name)) and _answers(found):
             return Path(found)
     raise UserError(
         "browser.executable=null and no Chromium was found: install the system package chromium-headless-shell, "
         "or run `playwright install chromium-headless-shell`, or set browser.executable"
     )
+
+
+def _answers(command: str) -> bool:
+    """Ubuntu's command is a stub that only advises to install a snap."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+        )
+        return out.returncode == 0 and "chrom" in out.stdout.lower()
+    return False
 
 
 class Chromium:
@@ -103,11 +114,7 @@ class Chromium:
                 self._drivers = [p for p in psutil.Process().children() if p.pid not in before]
                 self._browser = await self._playwright.chromium.launch(
                     executable_path=executable,
-                    args=[
-                        *FLAGS,
-                        f"--host-resolver-rules={allow.host_rules}",
-                        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-                    ],
+                    args=[*FLAGS, f"--host-resolver-rules={allow.host_rules}"],
                     env={**os.environ, MARK: mark},
                     timeout=LAUNCH_TIMEOUT_S * 1000,
                 )

@@ -1,6 +1,6 @@
 """Configuration: pydantic models, YAML plus `key=value`, validation.  Imports no torch."""
 
-from megatron_webrl.config.checks import check_files, model_shape
+from megatron_webrl.config.checks import ModelShape, check_files, check_layout, model_shape
 from megatron_webrl.config.load import dump, load_config, validate
 from megatron_webrl.config.models import (
     AgentConfig,
@@ -27,6 +27,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "ModelConfig",
+    "ModelShape",
     "ObserveConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -37,6 +38,7 @@ __all__ = [
     "TasksConfig",
     "TrainerConfig",
     "check_files",
+    "check_layout",
     "dump",
     "load_config",
     "model_shape",

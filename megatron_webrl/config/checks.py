@@ -59,6 +59,12 @@ def check_files(config: RunConfig) -> ModelShape:
             )
     if not list(path.glob("*.safetensors")):
         raise UserError(f"model.path={path} has no *.safetensors: give a complete Hugging Face directory")
+    check_layout(config, shape)
+    return shape
+
+
+def check_layout(config: RunConfig, shape: ModelShape) -> None:
+    """Whether the layouts of trainer and engines fit a model of that shape.  Raises UserError."""
     parallel = config.trainer.parallel
     for key, tp in (("trainer.parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
         if shape.heads % tp or (shape.kv_heads % tp and key.startswith("trainer")):
@@ -76,4 +82,3 @@ def check_files(config: RunConfig) -> ModelShape:
             f"trainer.parallel.pp={parallel.pp} leaves {shape.layers // parallel.pp} decoder layers on the first stage, but "
             f"{shape.deepstack} take deepstack features: use a smaller pp"
         )
-    return shape

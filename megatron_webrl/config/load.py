@@ -25,9 +25,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"configuration {path}: {error.strerror or error}: give the path of a YAML file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"configuration {path}: it is no text in UTF-8: give the path of a YAML file") from None
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():

@@ -6,11 +6,12 @@ Imports no torch: `--dry-run`, `doctor` and `plan` must answer in a second on a 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Field(gt=0)
+Pixels = Annotated[int, Field(gt=0, le=16_384)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -80,9 +81,9 @@ class BrowserConfig(Section):
     """Episodes at once in a worker."""
     executable: Path | None = None
     """Chromium (headless shell preferred); null: found on the system, then Playwright's own download."""
-    viewport: tuple[int, int] = (1280, 768)
+    viewport: tuple[Pixels, Pixels] = (1280, 768)
     """Width and height of the page, pixels."""
-    screenshot: tuple[int, int] | None = None
+    screenshot: tuple[Pixels, Pixels] | None = None
     """Width and height of the part that the agent sees, from the top left corner; null: the whole viewport."""
     action_timeout_s: float = Field(default=20.0, gt=0)
     """Deadline of one browser call."""
@@ -153,7 +154,7 @@ class ReplayConfig(Section):
     max_concurrent_episodes: int = Field(default=1280, gt=0)
     """Episodes at once, over all workers."""
     max_attempts: int = Field(default=4, gt=0)
-    """Attempts at one episode when faults strike; then its group is dropped as `faults`."""
+    """Attempts at one episode when faults strike; then its group is dropped as `group_faults`."""
     lease_s: float = Field(default=15.0, gt=0)
     """A worker unheard for so long has lost its attempts; they are issued again."""
     take_timeout_s: float = Field(default=1800.0, gt=0)
@@ -213,7 +214,7 @@ class OptimizerConfig(Section):
 
     lr: float = Field(default=5e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of the moments."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
@@ -363,8 +364,10 @@ class RunConfig(Section):
                 "replay.dynamic_sampling=true drops groups in which all succeeded, of which algorithm.objective=raft++ "
                 "learns most: switch it off"
             )
-        if self.trainer.loss_backend == "triton" and self.device == "cpu":
-            raise ValueError("trainer.loss_backend=triton cannot run with device=cpu: use auto or torch")
+        if self.engine.port is not None and self.engine.port + self.engine.hosts > 65536:
+            raise ValueError(
+                f"engine.port={self.engine.port} with engine.hosts={self.engine.hosts} counts beyond 65535: choose a lower port"
+            )
         view, viewport = self.browser.view, self.browser.viewport
         if view[0] > viewport[0] or view[1] > viewport[1]:
             raise ValueError(

@@ -201,6 +201,7 @@ class EngineHost:
     # Generation -------------------------------------------------------------------------------------------------------
 
     async def _generate(self, sender: str, message: Generate) -> Message:
+        arrived = time.monotonic()
         self._images.put(message.images)
         found = {digest: message.images.get(digest) or self._images.get(digest) for digest in message.digests}
         if lacking := [digest for digest, data in found.items() if data is None]:
@@ -208,7 +209,7 @@ class EngineHost:
         body = request_body(message, [found[digest] or b"" for digest in message.digests])
         try:
             async with asyncio.timeout(message.deadline_s), self._counted(), self._slots:
-                return await self._sample(body, time.monotonic(), message.deadline_s)
+                return await self._sample(body, arrived, message.deadline_s)
         except TimeoutError:
             return EngineUnavailable(f"{self.state} and no reply within {message.deadline_s:.1f} s")
 

@@ -2,6 +2,18 @@
 
 from megatron_webrl.launch.cluster import Cluster, RoleDied
 from megatron_webrl.launch.display import Display
-from megatron_webrl.launch.run import RunFailed, RunResult, dry_run, evaluate, sft, started, train
+from megatron_webrl.launch.run import RunFailed, RunResult, check_surroundings, dry_run, evaluate, sft, started, train
 
-__all__ = ["Cluster", "Display", "RoleDied", "RunFailed", "RunResult", "dry_run", "evaluate", "sft", "started", "train"]
+__all__ = [
+    "Cluster",
+    "Display",
+    "RoleDied",
+    "RunFailed",
+    "RunResult",
+    "check_surroundings",
+    "dry_run",
+    "evaluate",
+    "sft",
+    "started",
+    "train",
+]

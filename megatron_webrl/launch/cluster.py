@@ -8,19 +8,24 @@ import inspect
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from megatron_webrl.errors import UserError
 from megatron_webrl.processes import MARK, reap
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0
+_PREFIX = "mwebrl-"
 
 
 class RoleDied(Exception):
@@ -74,13 +79,20 @@ class Role:
     """A role as the driver sees it."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], arguments: dict[str, Any], gpus: tuple[int, ...], restarts: int
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        gpus: tuple[str, ...],
+        restarts: int,
+        errors_are_final: bool,
     ) -> None:
         self.name = name
         self.function = function
         self.arguments = arguments
         self.gpus = gpus
         self.restarts_left = restarts
+        self.errors_are_final = errors_are_final
         self.actor: Any = None
         self.result: Any = None
 
@@ -95,7 +107,9 @@ class Cluster:
         self.run_id = run_id
         self.log_dir = log_dir.resolve()
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(prefix="mwebrl-"))  # short: Unix sockets have 107 characters
+        _remove_abandoned()
+        # In /tmp whatever TMPDIR says: names of Unix sockets have 107 characters, and Ray needs 70 of them.
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir="/tmp"))
         self.roles: dict[str, Role] = {}
 
     def __enter__(self) -> Cluster:
@@ -131,12 +145,13 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         import ray
 
-        with contextlib.suppress(Exception):
-            self._stop_roles()
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        reap(self.run_id, grace_s=2.0)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with _undisturbed():
+            with contextlib.suppress(Exception):
+                self._stop_roles()
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            reap(self.run_id, grace_s=2.0)
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def start(
         self,
@@ -144,18 +159,20 @@ class Cluster:
         function: Callable[..., Any],
         arguments: dict[str, Any],
         *,
-        gpus: tuple[int, ...] = (),
+        gpus: tuple[str, ...] = (),
         restarts: int = 0,
+        errors_are_final: bool = False,
     ) -> None:
-        """Start a role.  restarts: how often it may be started again when its process dies."""
-        role = Role(name, function, arguments, gpus, restarts)
+        """Start a role.  gpus: all that it sees; restarts: how often it may be started again when its process dies;
+        errors_are_final: only if it was killed, since an error that it raises would come again."""
+        role = Role(name, function, arguments, gpus, restarts, errors_are_final)
         self.roles[name] = role
         self._launch(role)
 
     def _launch(self, role: Role) -> None:
         import ray
 
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, role.gpus))} if role.gpus else {}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(role.gpus)}
         log_file = str(self.log_dir / f"{role.name}.log")
         process: Any = ray.remote(_Process)
         process = process.options(num_cpus=0, max_restarts=0, max_concurrency=2)
@@ -164,7 +181,7 @@ class Cluster:
 
     def check(self, *, may_end: tuple[str, ...] = ()) -> list[str]:
         """Look at every role once; restart what died and may be restarted.  Returns the names of those that ended
-        without error among `may_end`.  Raises RoleDied."""
+        without error among `may_end`.  Raises RoleDied; UserError if that is what a role raised."""
         import ray
 
         ended = []
@@ -177,8 +194,10 @@ class Cluster:
             try:
                 ray.get(reference, timeout=10)
             except Exception as error:
-                reason = _reason(error)
-                if not role.restarts_left:
+                reason, killed, cause = _reason(error)
+                if isinstance(cause, UserError):
+                    raise UserError(str(cause)) from None
+                if not role.restarts_left or (role.errors_are_final and not killed):
                     raise RoleDied(f"{role.name} died: {reason} (log: {self.log_dir / role.name}.log)") from None
                 role.restarts_left -= 1
                 log.warning("%s died (%s): started again, %d restarts left", role.name, reason, role.restarts_left)
@@ -226,14 +245,37 @@ class Cluster:
                 self.stop(prefix)
 
 
-def _reason(error: Exception) -> str:
-    """Why a role ended, in one line."""
+def _reason(error: Exception) -> tuple[str, bool, Exception]:
+    """Why a role ended, in one line; whether its process was killed; and what it raised otherwise."""
     from ray.exceptions import RayActorError
 
     if isinstance(error, RayActorError):
-        return "its process was killed"
+        return "its process was killed", True, error
     cause = getattr(error, "cause", None) or error
-    return " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
+    return " ".join(f"{type(cause).__name__}: {cause}".split())[:1000], False, cause
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While all is being ended, nobody's impatience leaves something behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _remove_abandoned() -> None:
+    """Directories of drivers that were killed."""
+    for directory in Path("/tmp").glob(f"{_PREFIX}*-*"):
+        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,30 +19,33 @@ class RolePlace(NamedTuple):
     """`coordinator`, `store`, `engine-0`, `trainer-0`, `worker-0`, …"""
     address: str
     """Socket that it answers on; empty if it answers none."""
-    gpus: tuple[int, ...]
-    """GPUs that it sees; empty on a CPU."""
+    gpus: tuple[str, ...]
+    """GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
 
 
-def count_gpus(device: str) -> int:
-    """GPUs to use for `device` of the configuration, without importing torch.  Raises UserError if it asks for CUDA and
-    there is none."""
+def visible_gpus(device: str) -> list[str]:
+    """GPUs to use for `device` of the configuration, those of CUDA_VISIBLE_DEVICES where it is set, without importing
+    torch.  Raises UserError if it asks for CUDA and there is none."""
     if device == "cpu":
-        return 0
+        return []
     try:
         out = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-        found = sum(line.startswith("GPU ") for line in out.stdout.splitlines()) if out.returncode == 0 else 0
+        count = sum(line.startswith("GPU ") for line in out.stdout.splitlines()) if out.returncode == 0 else 0
     except (OSError, subprocess.TimeoutExpired):
-        found = 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+        count = 0
+    found = [str(n) for n in range(count)]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        found = [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")][:count]
     if device == "cuda" and not found:
         raise UserError("device=cuda, but nvidia-smi shows no GPU here: use device=cpu or a machine with a GPU")
     return found
 
 
-def place(config: RunConfig, sockets: Path, gpus: int) -> list[RolePlace]:
+def place(config: RunConfig, sockets: Path, gpus: Sequence[str]) -> list[RolePlace]:
     """Roles of one machine.  Trainer ranks take the first GPUs, engines the next; with too few GPUs they share."""
+    if config.trainer.loss_backend == "triton" and not gpus:
+        raise UserError("trainer.loss_backend=triton needs a GPU, and there is none here: use auto or torch")
 
     def address(name: str) -> str:
         return f"ipc://{sockets}/{name}"
@@ -50,15 +54,15 @@ def place(config: RunConfig, sockets: Path, gpus: int) -> list[RolePlace]:
     roles = [RolePlace("store", address("store"), ()), RolePlace("coordinator", address("coordinator"), ())]
     for i in range(config.engine.hosts):
         name = f"engine-{i}"
-        mine = tuple((ranks + i * tp + k) % gpus for k in range(tp)) if gpus else ()
+        mine = tuple(gpus[(ranks + i * tp + k) % len(gpus)] for k in range(tp)) if gpus else ()
         if len(set(mine)) < len(mine):
-            raise UserError(f"engine.tp={tp} needs {tp} GPUs, here are {gpus}: lower engine.tp")
+            raise UserError(f"engine.tp={tp} needs {tp} GPUs, here are {len(gpus)}: lower engine.tp")
         roles.append(RolePlace(name, address(name), mine))
-    if gpus and ranks > gpus:
+    if gpus and ranks > len(gpus):
         raise UserError(
-            f"trainer.parallel (tp·pp·dp = {ranks}) needs {ranks} GPUs, here are {gpus}: use a smaller layout or device=cpu"
+            f"trainer.parallel (tp·pp·dp = {ranks}) needs {ranks} GPUs, here are {len(gpus)}: use a smaller layout or device=cpu"
         )
-    roles += [RolePlace(f"trainer-{r}", "", (r,) if gpus else ()) for r in range(ranks)]
+    roles += [RolePlace(f"trainer-{r}", "", (gpus[r],) if gpus else ()) for r in range(ranks)]
     roles += [RolePlace(f"worker-{i}", "", ()) for i in range(config.browser.workers)]
     return roles
 
@@ -67,7 +71,7 @@ def describe(roles: list[RolePlace], config: RunConfig) -> str:
     """The placement as lines for people."""
     lines = ["placement (one machine):"]
     for role in roles:
-        where = f"GPU {', '.join(map(str, role.gpus))}" if role.gpus else "CPU"
+        where = f"GPU {', '.join(role.gpus)}" if role.gpus else "CPU"
         more = ""
         if role.name.startswith("worker"):
             more = f"{config.browser.slots} slots in one Chromium"

@@ -16,9 +16,9 @@ from megatron_webrl.errors import UserError
 from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
-from megatron_webrl.launch.placement import RolePlace, count_gpus, describe, place
-from megatron_webrl.run_directory import checkpoint_step, newest_checkpoint
-from megatron_webrl.wire import BlockingClient, RequestTimeout
+from megatron_webrl.launch.placement import RolePlace, describe, place, visible_gpus
+from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint
+from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
     BeginTraining,
     Done,
@@ -54,18 +54,24 @@ class RunResult:
 
 def check(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """Every check that needs no process: model directory, layout, Chromium, ports, tasks, GPUs.  Raises UserError."""
+    check_files(config)
+    placed = check_surroundings(config)
+    return placed if with_trainer else [r for r in placed if not r.name.startswith("trainer")]
+
+
+def check_surroundings(config: RunConfig) -> list[RolePlace]:
+    """The checks of `check` that need no model directory, and the placement.  Raises UserError."""
     from megatron_webrl.browser import find_chromium
     from megatron_webrl.engine import check_port
     from megatron_webrl.tasks import check_task_names
 
-    check_files(config)
+    check_writable("run_dir", Path(config.run_dir))
     check_task_names(config.tasks.names)
     find_chromium(config.browser.executable)
     if config.engine.port is not None:
         for i in range(config.engine.hosts):
             check_port(config.engine.port + i)
-    placed = place(config, Path("/tmp/mwebrl-RUN"), count_gpus(config.device))
-    return placed if with_trainer else [r for r in placed if not r.name.startswith("trainer")]
+    return place(config, Path("/tmp/mwebrl-RUN"), visible_gpus(config.device))
 
 
 def dry_run(config: RunConfig) -> str:
@@ -84,17 +90,24 @@ class Run:
         self._coordinator = BlockingClient(self.placed["coordinator"].address, cluster.run_id, "driver")
 
     def request(self, message: Any, expect: Any) -> Any:
-        return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
+        """Ask the coordinator.  Raises RoleDied if it died, WireError if it does not answer."""
+        try:
+            return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
+        except WireError:
+            self.cluster.check()
+            raise
 
     def status(self) -> Status:
         return self.request(GetStatus(), Status)
 
-    def wait_until_ready(self) -> None:
-        """An engine serves and a worker asked for work.  Raises RunFailed after the engine's grace."""
+    def wait_until_ready(self, *, load: Path | None = None) -> None:
+        """An engine serves and a worker asked for work.  load: see `evaluate`.  Raises RunFailed after the engine's grace."""
         deadline = time.monotonic() + self.config.engine.start_timeout_s + 120
         while True:
             self.cluster.check()
             try:
+                if load is not None:
+                    self.load_engines(load)
                 status = self.status()
                 if status.workers and any(e.state == "serving" for e in status.engines):
                     return
@@ -105,8 +118,9 @@ class Run:
                 raise RunFailed(f"start-up took too long: {missing} (logs: {self.cluster.log_dir})")
             time.sleep(POLL_S)
 
-    def evaluate(self, name: str) -> EvaluationState:
-        """Success on the held-out tasks with the weights that the engines have now."""
+    def evaluate(self, name: str, *, load: Path | None = None) -> EvaluationState:
+        """Success on the held-out tasks with the weights that the engines have now.  load: where engines that wait for
+        weights get them, when there is no trainer.  Raises RunFailed if no episode had a result."""
         from megatron_webrl.tasks import held_out_tasks
 
         tasks = held_out_tasks(self.config.tasks, self.config.evaluation.episodes)
@@ -114,12 +128,32 @@ class Run:
         deadline = time.monotonic() + EVALUATION_TIMEOUT_S
         while time.monotonic() < deadline:
             self.cluster.check()
+            if load is not None:
+                self.load_engines(load)
             state: EvaluationState = self.request(EvaluationProgress(name), EvaluationState)
             self.display.evaluating(name, state)
             if state.finished >= state.total:
+                if state.faults >= state.total:
+                    raise RunFailed(f"evaluation {name}: no episode had a result (logs: {self.cluster.log_dir})")
                 return state
             time.sleep(POLL_S)
         raise RunFailed(f"evaluation {name} did not end in {EVALUATION_TIMEOUT_S / 3600:.0f} h")
+
+    def load_engines(self, path: Path) -> None:
+        """Give the weights of a Hugging Face directory to every engine that waits for weights."""
+        for engine in self.status().engines:
+            if engine.state != "waiting_weights":
+                continue
+            client = BlockingClient(engine.address, self.cluster.run_id, "driver")
+            timeout = self.config.engine.refresh_timeout_s
+            try:
+                client.request(
+                    LoadFromDisk(str(path.resolve()), 0, timeout), timeout=timeout + RPC_TIMEOUT_S, expect=Done
+                )
+            except WireError as error:  # it starts again, and will wait for weights again
+                self.display.say(f"{engine.name} did not load {path}: {error}")
+            finally:
+                client.close()
 
     def train(self) -> Status:
         """The RL phase: until the trainer says that it finished."""
@@ -153,13 +187,20 @@ def started(
     """
     check(config, with_trainer=with_trainer)
     run_dir = Path(config.run_dir)
-    identity = _identity(run_dir, resume)
+    with locked(run_dir):
+        yield from _started(config, run_dir, display, resume, with_trainer)
+
+
+def _started(
+    config: RunConfig, run_dir: Path, display: Display, resume: Path | None, with_trainer: bool
+) -> Iterator[Run]:
+    identity = _identity(run_dir, resume, "train" if with_trainer else "eval")
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
     run_id = f"{identity['run_id']}.{identity['starts']}"
     with Cluster(run_id, run_dir / "logs") as cluster:
-        placed = place(config, cluster.directory, count_gpus(config.device))
+        placed = place(config, cluster.directory, visible_gpus(config.device))
         address = {role.name: role.address for role in placed}
         common: dict[str, Any] = {"config": config, "run_id": run_id}
         where = {"coordinator_address": address["coordinator"], "store_address": address["store"]}
@@ -186,7 +227,10 @@ def started(
                     "address": role.address,
                     "coordinator_address": address["coordinator"],
                 }
-                cluster.start(role.name, roles.engine, arguments, gpus=role.gpus, restarts=config.engine.max_restarts)
+                restarts = config.engine.max_restarts  # it restarts its SGLang itself, as often
+                cluster.start(
+                    role.name, roles.engine, arguments, gpus=role.gpus, restarts=restarts, errors_are_final=True
+                )
             elif kind == "worker":
                 arguments = {**common, **where, "name": role.name}
                 cluster.start(role.name, roles.worker, arguments, restarts=WORKER_RESTARTS)
@@ -213,10 +257,12 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
     checkpoint = newest_checkpoint(run_dir) if resume else None
     if resume and checkpoint is None:
         raise UserError(
-            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume, or give the right run_dir"
+            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, or give the "
+            "right run_dir"
         )
     if not resume and (run_dir / "ledger.sqlite").exists():
-        raise UserError(f"run_dir={run_dir} holds a run already: continue it with --resume, or give another run_dir")
+        go_on = "continue it with --resume" if newest_checkpoint(run_dir) else "it saved no checkpoint, so remove it"
+        raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
     minutes: dict[str, float] = {}
     evaluations: dict[str, EvaluationState] = {}
     evaluating = config.evaluation.episodes > 0
@@ -246,8 +292,8 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0 leaves nothing to do: give a number of episodes")
     with started(config, display, with_trainer=False) as run:
-        _load_engines(run)
-        state = run.evaluate("eval")
+        run.wait_until_ready(load=config.model.path)
+        state = run.evaluate("eval", load=config.model.path)
         run.end()
     _write_evaluation(Path(config.run_dir), state)
     return state
@@ -262,12 +308,13 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
         )
     if output.exists():
         raise UserError(f"output={output} exists: give another folder")
-    gpus = count_gpus(config.device)
+    check_writable("output", output)
+    gpus = visible_gpus(config.device)
+    ranks = [role for role in place(config, Path("/tmp"), gpus) if role.name.startswith("trainer")]
     port = free_port()
     log_dir = Path(config.run_dir) / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with Cluster(f"sft-{uuid.uuid4().hex[:8]}", log_dir) as cluster:
-        for rank in range(config.trainer.parallel.world_size):
+    with locked(Path(config.run_dir)), Cluster(f"sft-{uuid.uuid4().hex[:8]}", log_dir) as cluster:
+        for rank, role in enumerate(ranks):
             arguments = {
                 "config": config,
                 "rank": rank,
@@ -276,7 +323,7 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
                 "demonstrations": demonstrations,
                 "output": output,
             }
-            cluster.start(f"trainer-sft-{rank}", roles.sft, arguments, gpus=(rank,) if gpus else ())
+            cluster.start(f"trainer-sft-{rank}", roles.sft, arguments, gpus=role.gpus)
         progress = log_dir.parent / "sft.jsonl"
         while not cluster.join("trainer-sft", 1.0):
             lines = progress.read_text().splitlines() if progress.exists() else []
@@ -285,31 +332,16 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
                 display.progress("warm start", newest["step"], config.sft.steps, f"loss {newest['loss']:.3f}")
 
 
-def _load_engines(run: Run) -> None:
-    """Give the model of the configuration to every engine host once it is up."""
-    deadline = time.monotonic() + run.config.engine.start_timeout_s + 120
-    while time.monotonic() < deadline:
-        run.cluster.check()
-        for engine in run.status().engines:
-            if engine.state == "waiting_weights":
-                client = BlockingClient(engine.address, run.cluster.run_id, "driver")
-                path = str(run.config.model.path.resolve())
-                timeout = run.config.engine.refresh_timeout_s
-                client.request(LoadFromDisk(path, 0, timeout), timeout=timeout + RPC_TIMEOUT_S, expect=Done)
-                client.close()
-        if any(e.state == "serving" for e in run.status().engines):
-            return run.wait_until_ready()
-        time.sleep(POLL_S)
-    raise RunFailed(f"no engine came up (logs: {run.cluster.log_dir})")
-
-
-def _identity(run_dir: Path, resume: Path | None) -> dict[str, Any]:
-    """Name of the run, kept over resumes (wandb continues under it), and how often it was started."""
+def _identity(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
+    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and whether it trains.
+    Raises UserError if an evaluation would write over a run that trains."""
     file = run_dir / "run.json"
-    run_dir.mkdir(parents=True, exist_ok=True)
-    identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0}
-    if resume and file.exists():
-        identity = json.loads(file.read_text())
+    identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0, "kind": kind}
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    if earlier.get("kind") == "train" and kind == "eval":
+        raise UserError(f"run_dir={run_dir} holds a training run: give the evaluation a run_dir of its own")
+    if resume:
+        identity |= earlier
     identity["starts"] += 1
     file.write_text(json.dumps(identity) + "\n")
     return identity

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from megatron_webrl.config import ReplayConfig
-from megatron_webrl.replay.ledger import Key, Ledger
+from megatron_webrl.replay.ledger import Ledger
 from megatron_webrl.replay.rules import (
     Census,
     Fate,
@@ -23,7 +23,7 @@ from megatron_webrl.replay.rules import (
     lag,
     may_start_group,
 )
-from megatron_webrl.trajectory import Assignment, Group, Lane, Outcome, Task, Trajectory
+from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Lane, Outcome, Task, Trajectory
 from megatron_webrl.wire.messages import EvaluationState
 
 RECENT_EPISODES = 256
@@ -77,8 +77,8 @@ class Book:
         self.training_allowed = False
         self.full = False
         """Back-pressure of the screenshot store: no new groups."""
-        self.freed: list[str] = []
-        """Digests whose trajectories left since the caller last emptied this list; one entry a reference."""
+        self.freed: list[AttemptKey] = []
+        """Attempts that need their screenshots no more, since the caller last emptied this list; some never had any."""
         self.completed: list[Group] = []
         """Train groups completed since the caller last emptied this list (for the recorder)."""
         self.recent = deque[float](maxlen=RECENT_EPISODES)
@@ -91,7 +91,7 @@ class Book:
         self._seed = seed
         self._next_group = ledger.next_group_id()
         self._open: dict[int, _OpenGroup] = {}
-        self._leases: dict[Key, _Lease] = {}
+        self._leases: dict[AttemptKey, _Lease] = {}
         self._queued: dict[int, Group] = {}
         self._in_training: dict[int, Group] = {}
         self._batch: tuple[int, list[int], int] | None = None
@@ -138,7 +138,7 @@ class Book:
         self._open[group_id] = _OpenGroup(task, lane, temperature, deque((i, 0) for i in range(size)), {}, evaluation)
         return group_id
 
-    def renew(self, worker: str, session: str, running: list[Key], now: float) -> list[Key]:
+    def renew(self, worker: str, session: str, running: list[AttemptKey], now: float) -> list[AttemptKey]:
         """Heartbeat of a worker.  Ends the leases of its earlier sessions; returns those of `running` that are no
         longer wanted."""
         for key, lease in list(self._leases.items()):
@@ -159,13 +159,13 @@ class Book:
             if now - lease.renewed_at > self.config.lease_s:
                 self._lost(key, "lease_expired")
 
-    def _lost(self, key: Key, reason: str) -> None:
+    def _lost(self, key: AttemptKey, reason: str) -> None:
         if (lease := self._leases.pop(key, None)) is not None:  # an earlier loss may have dropped the whole group
             self._ended(lease.assignment, Outcome.FAULT, reason)
 
     # Trajectories in ------------------------------------------------------------------------------------------------
 
-    def wants(self, key: Key) -> bool:
+    def wants(self, key: AttemptKey) -> bool:
         """Whether a trajectory of this attempt would be accepted."""
         return key in self._leases
 
@@ -183,7 +183,7 @@ class Book:
             return "accepted"
         group = self._open[assignment.group_id]
         if group.lane is Lane.EVAL:
-            self.freed.extend(trajectory.digests)
+            self.freed.append(key)
             self._ledger.count_evaluated(key)
             del self._open[assignment.group_id]
             self._count_evaluation(group, trajectory.reward > 0)
@@ -200,6 +200,7 @@ class Book:
         """An attempt without a result: issue it again, or drop its group."""
         group = self._open[assignment.group_id]
         self._ledger.drop([assignment.key], reason)
+        self.freed.append(assignment.key)
         if fate(outcome, assignment.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE:
             group.pending.appendleft((assignment.sample_index, assignment.attempt + 1))
         elif group.lane is Lane.EVAL:
@@ -213,9 +214,9 @@ class Book:
         keys = [key for key in self._leases if key[0] == group_id]
         for key in keys:
             del self._leases[key]
-        self._ledger.drop([*keys, *(t.assignment.key for t in group.results.values())], reason)
-        for trajectory in group.results.values():
-            self.freed.extend(trajectory.digests)
+        keys += [t.assignment.key for t in group.results.values()]
+        self._ledger.drop(keys, reason)
+        self.freed.extend(keys)
 
     def _complete(self, group_id: int) -> None:
         opened = self._open.pop(group_id)
@@ -229,9 +230,9 @@ class Book:
             self._queued[group_id] = group
 
     def _drop_group(self, group: Group, reason: str) -> None:
-        self._ledger.drop((t.assignment.key for t in group.trajectories), reason)
-        for trajectory in group.trajectories:
-            self.freed.extend(trajectory.digests)
+        keys = [t.assignment.key for t in group.trajectories]
+        self._ledger.drop(keys, reason)
+        self.freed.extend(keys)
 
     # Batches --------------------------------------------------------------------------------------------------------
 
@@ -264,9 +265,9 @@ class Book:
             return  # a repeat
         for group in self._in_training.values():
             if applied_updates:
-                self._ledger.train(t.assignment.key for t in group.trajectories)
-                for trajectory in group.trajectories:
-                    self.freed.extend(trajectory.digests)
+                keys = [t.assignment.key for t in group.trajectories]
+                self._ledger.train(keys)
+                self.freed.extend(keys)
             else:
                 self._drop_group(group, "step_skipped")
         self._in_training = {}

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config import RunConfig
+from megatron_webrl.errors import UserError
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.ledger import Ledger
 from megatron_webrl.replay.recorder import record_group
 from megatron_webrl.tasks import UniformSampler
-from megatron_webrl.trajectory import Group, Outcome
+from megatron_webrl.trajectory import AttemptKey, Group, Outcome
 from megatron_webrl.wire import Client, Message, Server, WireError
 from megatron_webrl.wire.messages import (
     Assignments,
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 ENGINE_SILENT_S = 5.0
 HOUSEKEEPING_S = 0.5
 STORE_TIMEOUT_S = 10.0
+STUCK_S = 180.0
+"""Longer than the store keeps what nobody claims."""
 STORE_HIGH_WATER = 0.8
 """Share of the screenshot store in use above which no new group begins."""
 
@@ -90,10 +93,10 @@ class Coordinator:
         self.config = config
         self._run_dir = Path(config.run_dir)
         self._ledger = Ledger(self._run_dir / "ledger.sqlite")
+        self._ledger.end_in_flight("lost_at_restart")
         if resume_step is not None:
-            self._ledger.end_in_flight("lost_at_restart")
             self._ledger.roll_back(resume_step)
-            self._ledger.commit()
+        self._ledger.commit()
         sampler = UniformSampler(config.tasks, config.seed)
         for _ in range(self._ledger.train_groups()):  # a resumed run goes on where the task order was
             sampler.draw()
@@ -117,6 +120,7 @@ class Coordinator:
         self._lag_sum, self._lag_tokens, self._lag_max = 0.0, 0, 0
         self._began: float | None = None
         self._finished = self._stopping = False
+        self._stuck_since: float | None = None
         handlers: dict[type[Message], Any] = {
             GetAssignments: self._get_assignments,
             SubmitTrajectory: self._submit,
@@ -176,13 +180,13 @@ class Coordinator:
         key = trajectory.assignment.key
         if trajectory.digests and trajectory.outcome in TRAINS and self.book.wants(key):
             lacking = await self._store.request(
-                RetainImages(trajectory.digests), timeout=STORE_TIMEOUT_S, expect=Lacking
+                RetainImages(key, trajectory.digests), timeout=STORE_TIMEOUT_S, expect=Lacking
             )
             if lacking.digests:
                 return Submitted(False, "images_missing")
             reason = self.book.submit(trajectory)
             if reason != "accepted":  # it was lost while the store was asked
-                self.book.freed.extend(trajectory.digests)
+                self.book.freed.append(key)
         else:
             reason = self.book.submit(trajectory)
         await self._after_change()
@@ -192,22 +196,34 @@ class Coordinator:
 
     async def _take(self, _: str, m: Take) -> Manifest:
         self._version = m.version
-        deadline = time.monotonic() + m.wait_s
+        asked = time.monotonic()
+        begun = self._began is not None
         while True:
-            waiting = [e.name for e in self._engine_list() if e.state == "waiting_weights"]
+            waiting = self._want_weights(m.version, asked)
             if self._stopping or waiting:
-                return Manifest(m.step, False, engines_waiting=waiting, stop=self._stopping)
+                return Manifest(m.step, False, begun, engines_waiting=waiting, stop=self._stopping)
             if self._out_of_budget(m.step):
                 self.book.training_allowed = False
-                return Manifest(m.step, False, finished=True)
-            batch = self.book.take(m.step, m.version) if self._began is not None else None
+                return Manifest(m.step, False, begun, finished=True)
+            batch = self.book.take(m.step, m.version) if begun else None
             if batch is not None:
                 await self._after_change()
-                return Manifest(m.step, True, batch[0], batch[1])
-            left = deadline - time.monotonic()
+                return Manifest(m.step, True, begun, batch[0], batch[1])
+            left = asked + m.wait_s - time.monotonic()
             if left <= 0:
-                return Manifest(m.step, False)
+                return Manifest(m.step, False, begun)
             await self._wait_for_change(left)
+
+    def _want_weights(self, version: int, asked: float) -> list[str]:
+        """Engine hosts that serve nothing until they get weights, and those that say, later than the trainer's question,
+        that they serve older ones than it published: they were silent during the refresh."""
+        self._engine_list()
+        return [
+            status.name
+            for status, heard in self._engines.values()
+            if status.state == "waiting_weights"
+            or (status.state == "serving" and status.version < version and heard > asked)
+        ]
 
     def _out_of_budget(self, step: int) -> bool:
         limit = self.config.trainer.max_minutes
@@ -250,6 +266,7 @@ class Coordinator:
             },
         )
         await self._after_change()
+        self._ledger.commit()
         return Done()
 
     async def _training_finished(self, _: str, m: TrainingFinished) -> Done:
@@ -354,7 +371,7 @@ class Coordinator:
         await self._release(freed)
         await self._notify()
 
-    async def _record(self, group: Group, freed: list[str]) -> None:
+    async def _record(self, group: Group, freed: list[AttemptKey]) -> None:
         """Write one group's files, then release what was freed with it."""
         digests = sorted({d for t in group.trajectories for d in t.digests})
         try:
@@ -364,19 +381,39 @@ class Coordinator:
             log.warning("group %d could not be recorded: %s", group.group_id, error)
         await self._release(freed)
 
-    async def _release(self, digests: list[str]) -> None:
-        if not digests:
+    async def _release(self, owners: list[AttemptKey]) -> None:
+        if not owners:
             return
         try:
-            await self._store.request(ReleaseImages(digests), timeout=STORE_TIMEOUT_S, expect=Done)
-        except WireError as error:  # kept for the next turn; the store may just be restarting
-            self.book.freed.extend(digests)
+            await self._store.request(ReleaseImages(owners), timeout=STORE_TIMEOUT_S, expect=Done)
+        except WireError as error:  # kept for the next turn
+            self.book.freed.extend(owners)
             log.warning("screenshots not released yet: %s", error)
 
     async def _watch_store(self) -> None:
         try:
             state = await self._store.request(StoreStatus(), timeout=STORE_TIMEOUT_S, expect=StoreState)
-            self.book.full = state.bytes > STORE_HIGH_WATER * state.limit_bytes
         except WireError as error:
             self.book.full = True
             log.warning("screenshot store: %s; no new groups until it answers", error)
+            return
+        full = state.bytes > STORE_HIGH_WATER * state.limit_bytes
+        if full != self.book.full:
+            log.warning(
+                "screenshot store: %d of %d bytes: new groups %s",
+                state.bytes,
+                state.limit_bytes,
+                "wait" if full else "begin",
+            )
+        self.book.full = full
+        census = self.book.census()
+        idle = full and self.book.training_allowed and not census.running and not census.in_training
+        if not idle:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > STUCK_S:
+            raise UserError(
+                f"replay.screenshot_bytes={state.limit_bytes} is full with {census.queued} queued groups, fewer than the "
+                f"replay.groups_per_step={self.config.replay.groups_per_step} of a batch, so nothing can go on: raise it"
+            )

@@ -13,10 +13,8 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_webrl.trajectory import Assignment, Lane
+from megatron_webrl.trajectory import Assignment, AttemptKey, Lane
 from megatron_webrl.wire.messages import Account
-
-Key = tuple[int, int, int]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS attempts (
@@ -48,28 +46,34 @@ class Ledger:
             (*assignment.key, assignment.lane, assignment.task.task_id),
         )
 
-    def queue(self, keys: Iterable[Key]) -> None:
+    def queue(self, keys: Iterable[AttemptKey]) -> None:
         """Its trajectory was accepted."""
         self._move(keys, ("running",), "queued")
 
-    def take(self, keys: Iterable[Key], step: int) -> None:
+    def take(self, keys: Iterable[AttemptKey], step: int) -> None:
         """It is in the batch of train step `step`."""
         self._move(keys, ("queued",), "in_training", step=step)
 
-    def train(self, keys: Iterable[Key]) -> None:
+    def train(self, keys: Iterable[AttemptKey]) -> None:
         """Its step ended."""
         self._move(keys, ("in_training",), "trained")
 
-    def count_evaluated(self, key: Key) -> None:
+    def count_evaluated(self, key: AttemptKey) -> None:
         """An eval attempt gave its result."""
         self._move([key], ("running",), "evaluated")
 
-    def drop(self, keys: Iterable[Key], reason: str) -> None:
+    def drop(self, keys: Iterable[AttemptKey], reason: str) -> None:
         """It will not be trained, for the named reason."""
         self._move(keys, ("running", "queued", "in_training"), "dropped", reason=reason)
 
     def _move(
-        self, keys: Iterable[Key], before: tuple[str, ...], after: str, *, reason: str = "", step: int | None = None
+        self,
+        keys: Iterable[AttemptKey],
+        before: tuple[str, ...],
+        after: str,
+        *,
+        reason: str = "",
+        step: int | None = None,
     ) -> None:
         for key in keys:
             moved = self._db.execute(
@@ -116,7 +120,7 @@ class Ledger:
             in_flight=sum(states.get(s, 0) for s in ("running", "queued", "in_training")),
         )
 
-    def was_accepted(self, key: Key) -> bool:
+    def was_accepted(self, key: AttemptKey) -> bool:
         """Whether a trajectory of this attempt was taken before."""
         row = self._db.execute(
             "SELECT state FROM attempts WHERE group_id=? AND sample_index=? AND attempt=?", key

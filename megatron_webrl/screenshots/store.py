@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from megatron_webrl.trajectory import image_digest
+from megatron_webrl.trajectory import AttemptKey, image_digest
 from megatron_webrl.wire import Message, Server
 from megatron_webrl.wire.messages import (
     Done,
@@ -46,6 +46,7 @@ class ScreenshotStore:
         self._clock = clock
         self._images: dict[str, bytes] = {}
         self._references: dict[str, int] = {}
+        self._owned: dict[AttemptKey, list[str]] = {}
         self._touched: dict[str, float] = {}
 
     def lacking(self, digests: list[str]) -> list[str]:
@@ -80,22 +81,25 @@ class ScreenshotStore:
         """Those that are here."""
         return {d: self._images[d] for d in digests if d in self._images}
 
-    def retain(self, digests: list[str]) -> list[str]:
-        """One reference more each if all are here; else none, and the missing ones are returned."""
+    def retain(self, owner: AttemptKey, digests: list[str]) -> list[str]:
+        """`owner` wants these kept: if all are here, else none, and the missing ones are returned.  A repeat (its reply may
+        have come too late) changes nothing."""
+        if owner in self._owned:
+            return []
         missing = [d for d in digests if d not in self._images]
         if not missing:
+            self._owned[owner] = digests
             for digest in digests:
                 self._references[digest] = self._references.get(digest, 0) + 1
         return missing
 
-    def release(self, digests: list[str]) -> None:
-        """One reference fewer each; unknown ones are ignored."""
-        for digest in digests:
-            left = self._references.get(digest, 0) - 1
-            if left > 0:
-                self._references[digest] = left
-            else:
-                self._references.pop(digest, None)
+    def release(self, owners: list[AttemptKey]) -> None:
+        """They want nothing kept any more; unknown ones are ignored."""
+        for owner in owners:
+            for digest in self._owned.pop(owner, []):
+                self._references[digest] -= 1
+                if not self._references[digest]:
+                    del self._references[digest]
 
     def sweep(self) -> int:
         """Delete what no one retains and no one touched within the grace; returns how many."""
@@ -132,10 +136,10 @@ async def serve_store(address: str, run_id: str, limit_bytes: int) -> None:
         return Images(images, [d for d in message.digests if d not in images])
 
     async def retain(_: str, message: RetainImages) -> Message:
-        return Lacking(store.retain(message.digests))
+        return Lacking(store.retain(message.owner, message.digests))
 
     async def release(_: str, message: ReleaseImages) -> Message:
-        store.release(message.digests)
+        store.release(message.owners)
         return Done()
 
     async def status(_: str, message: StoreStatus) -> Message:

@@ -85,7 +85,9 @@ def _read_state(directory: Path) -> dict[str, Any]:
 
 
 def _broken(directory: Path, problem: str) -> UserError:
-    return UserError(f"checkpoint {directory}: {' '.join(problem.split())}: choose an older checkpoint of the run")
+    return UserError(
+        f"checkpoint {directory}: {' '.join(problem.split())}: move it away, and --resume goes on from the one before"
+    )
 
 
 def _sharded_state(trainer: PolicyTrainer, *, loading: bool) -> dict[str, Any]:

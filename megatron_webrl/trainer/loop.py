@@ -140,6 +140,7 @@ class TrainerLoop:
                     saved = self.step % self.config.trainer.checkpoint_every == 0
                     if saved:
                         self._save()
+                    self._waiting_since = time.monotonic()
                 elif order == "finish" and not finished:
                     if not saved:
                         self._save()
@@ -175,12 +176,12 @@ class TrainerLoop:
             order = "finish"
         else:
             order = "train" if manifest.ready else "wait"
-        if order in ("train", "finish"):
+        if order in ("train", "finish") or not manifest.begun:
             self._waiting_since = time.monotonic()
         elif time.monotonic() - self._waiting_since > self.config.replay.take_timeout_s:
             raise BatchTimeout(
                 f"no batch of {self.config.replay.groups_per_step} groups in replay.take_timeout_s="
-                f"{self.config.replay.take_timeout_s:.0f} s: see the logs of workers and engines"
+                f"{self.config.replay.take_timeout_s:.0f} s: see the logs of workers, engines and coordinator"
             )
         return self._share((order, manifest))
 
@@ -287,8 +288,9 @@ class TrainerLoop:
         self._probe = self._threads.submit(self._ask_engines, self._prompt, chosen, self.version)
 
     def _ask_engines(self, prompt: _Prompt, engines: list[EngineStatus], version: int) -> list[tuple[str, Row]]:
-        replies = []
-        for engine in engines:
+        """One reply of each, asked at once."""
+
+        def ask(engine: EngineStatus) -> tuple[str, Row] | None:
             client = BlockingClient(engine.address, self._run_id, "probe")
             request = Generate(
                 prompt_ids=prompt.prompt_ids,
@@ -305,18 +307,25 @@ class TrainerLoop:
                 reply = client.request(request, timeout=PROBE_TIMEOUT_S + 5, expect=(Generated, NeedImages))
             except WireError as error:  # it died since: the refresh of its successor is checked instead
                 log.warning("probe of %s: %s", engine.name, error)
-                continue
+                return None
             finally:
                 client.close()
             if isinstance(reply, Generated) and set(unpack(reply.versions, INT32)) == {version}:
-                replies.append((engine.name, _row(prompt, reply)))
-        return replies
+                return engine.name, _row(prompt, reply)
+            return None
+
+        with ThreadPoolExecutor(len(engines), "probe") as threads:
+            return [reply for reply in threads.map(ask, engines) if reply is not None]
 
     def _check_probe(self) -> dict[str, float]:
         """Largest |engine − trainer| logprob of the replies since the last refresh; collective."""
         replies: list[tuple[str, Row]] = []
         if self._probe is not None:
-            replies, self._probe = self._probe.result(timeout=2 * PROBE_TIMEOUT_S), None
+            probe, self._probe = self._probe, None
+            try:
+                replies = probe.result(timeout=2 * PROBE_TIMEOUT_S)
+            except TimeoutError:
+                log.warning("no engine answered its probe after the refresh to version %d in time", self.version)
         replies = self._share(replies)
         if not replies:
             return {}

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_webrl.trajectory import Assignment, Group, Task, Trajectory
+from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -47,13 +47,13 @@ class GetAssignments(Message):
     worker: str
     session: str
     slots: int
-    running: list[tuple[int, int, int]]
+    running: list[AttemptKey]
     wait_s: float
 
 
 class Assignments(Message):
     assignments: list[Assignment]
-    revoked: list[tuple[int, int, int]] = []
+    revoked: list[AttemptKey] = []
     """Attempts of `running` that are no longer wanted: abandon them."""
 
 
@@ -85,6 +85,8 @@ class Manifest(Message):
 
     step: int
     ready: bool
+    begun: bool = True
+    """False while nothing is practised yet (start, first evaluation): waiting then has no deadline of its own."""
     group_ids: list[int] = []
     lag_max: int = 0
     """Largest lag of a response token in the batch."""
@@ -380,15 +382,17 @@ class Images(Message):
 
 
 class RetainImages(Message):
-    """One reference more for each digest, all or none: the reply names those that are lacking, if any."""
+    """`owner`, an attempt, wants these kept, all or none: the reply names those that are lacking, if any.  Asked again for
+    the same owner it changes nothing."""
 
+    owner: AttemptKey
     digests: list[str]
 
 
 class ReleaseImages(Message):
-    """One reference fewer for each digest; at none the bytes may go."""
+    """These owners want nothing kept any more; what no other wants may go.  Unknown ones are ignored."""
 
-    digests: list[str]
+    owners: list[AttemptKey]
 
 
 class StoreStatus(Message):

@@ -290,9 +290,8 @@ def sharded(rank: int, ranks: int, port: int) -> dict[str, dict[str, Any]]:
     vocab, per_rank = 101, -(-101 // ranks)
     weight = torch.nn.functional.pad(p["weight"], (0, 0, 0, per_rank * ranks - vocab), value=3.0)
     own = weight[rank * per_rank : (rank + 1) * per_rank]
-    never = torch.tensor(
-        [c for c in range(vocab) if c not in p["targets"].tolist()][:3] + [*range(vocab, per_rank * ranks)]
-    )
+    free = [c for c in range(vocab) if c not in p["targets"].tolist()]
+    never = torch.tensor([*free[:3], *range(vocab, per_rank * ranks)])
     here = never[(never >= rank * per_rank) & (never < (rank + 1) * per_rank)] - rank * per_rank
     options: dict[str, Any] = {
         "group": group,

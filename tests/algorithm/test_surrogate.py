@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.algorithm import normalize_group_rewards, step_advantage, surrogate
+from megatron_webrl.algorithm import normalize_group_rewards, raft_advantage, step_advantage, surrogate
 
 VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.json"))
 
@@ -32,6 +32,21 @@ def test_advantages_are_those_of_the_vectors(path: Path) -> None:
         for value, episode in zip(normalized, expected, strict=True):
             got = step_advantage(value, episode["steps"], case["constant_horizon"])
             assert got == pytest.approx(episode["step_advantage"], rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("path", [p for p in VECTORS if read(p)["case"]["objective"] == "raft++"], ids=lambda p: p.stem)
+def test_raft_advantages_are_those_of_the_vectors(path: Path) -> None:
+    """Successes get r / number of steps; the others are filtered, and N counts the successes' tokens only."""
+    data = read(path)
+    tokens = 0
+    for group, expected in zip(data["case"]["groups"], data["episodes"], strict=True):
+        for reward, lengths, episode in zip(group["rewards"], group["response_lengths"], expected, strict=True):
+            advantage = raft_advantage(reward, episode["steps"])
+            assert (advantage is not None) == episode["kept"]
+            if advantage is not None:
+                assert advantage == pytest.approx(episode["step_advantage"], rel=1e-12)
+                tokens += sum(lengths)
+    assert tokens == data["expected"]["response_tokens"]
 
 
 @pytest.mark.parametrize("path", VECTORS, ids=lambda p: p.stem)
@@ -63,12 +78,18 @@ def _logp_names(columns: dict) -> tuple[str, str, str]:
     return theta, next(n for n in columns if "prox" in n), next(n for n in columns if "behave" in n)
 
 
-def reference(logp: torch.Tensor, prox: torch.Tensor, behave: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def reference(
+    logp: torch.Tensor, prox: torch.Tensor, behave: torch.Tensor, a: torch.Tensor,
+    high: float = 0.2, c: float | None = 3.0, over_cap: str = "drop",
+) -> torch.Tensor:  # fmt: skip
     """The formula, left to autograd: only for tame numbers."""
     ratio = (logp - prox).exp()
-    pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
-    pg = torch.minimum(pg, 3.0 * a.abs())
+    pg = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1 + high))
+    if c is not None:
+        pg = torch.minimum(pg, c * a.abs())
     weight = (prox - behave).exp()
+    if over_cap == "truncate":
+        return weight.clamp(max=5.0) * pg
     return torch.where(weight <= 5.0, weight * pg, 0.0)
 
 
@@ -76,19 +97,26 @@ tame = st.floats(-3.0, 0.0)
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(tame, tame, tame, st.floats(-2.0, 2.0)), min_size=1, max_size=20))
-def test_gradient_is_that_of_autograd(tokens: list[tuple[float, float, float, float]]) -> None:
-    """In float64, away from the kinks of the formula."""
+@given(
+    st.lists(st.tuples(tame, tame, tame, st.floats(-2.0, 2.0)), min_size=1, max_size=20),
+    st.sampled_from([0.1, 0.2, 0.5]),
+    st.sampled_from([None, 2.0, 3.0]),
+    st.sampled_from(["drop", "truncate"]),
+)
+def test_gradient_is_that_of_autograd(
+    tokens: list[tuple[float, float, float, float]], high: float, c: float | None, over_cap: str
+) -> None:
+    """In float64, away from the kinks of the formula: with any ε above 1, dual clip or none, dropping or truncating."""
     logp, prox, behave, a = torch.tensor(tokens, dtype=torch.float64).unbind(1)
     ratio = (logp - prox).exp()
-    kinks = torch.tensor([0.8, 1.2, 3.0], dtype=torch.float64)
+    kinks = torch.tensor([0.8, 1 + high, c or 3.0], dtype=torch.float64)
     smooth = (ratio[:, None] - kinks).abs().amin(1) > 1e-9
     smooth &= ((prox - behave) - math.log(5.0)).abs() > 1e-9
     smooth &= a != 0
     logp = logp.clone().requires_grad_()
-    expected = reference(logp, prox, behave, a)
+    expected = reference(logp, prox, behave, a, high, c, over_cap)
     (gradient,) = torch.autograd.grad(expected.sum(), logp)
-    got = surrogate(logp, prox, behave, a)
+    got = surrogate(logp, prox, behave, a, eps_clip_high=high, c_clip=c, over_cap=over_cap)
     torch.testing.assert_close(got.token_loss, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(got.grad_logp[smooth], gradient[smooth], rtol=1e-12, atol=1e-12)
 
@@ -97,11 +125,14 @@ wild = st.one_of(st.floats(-100.0, 0.0), st.sampled_from([-math.inf, math.nan, m
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.floats(-100, 0), st.floats(-100, 0), wild, st.floats(-3, 3)), min_size=1, max_size=20))
-def test_wild_numbers_stay_finite(tokens: list[tuple[float, float, float, float]]) -> None:
+@given(
+    st.lists(st.tuples(st.floats(-100, 0), st.floats(-100, 0), wild, st.floats(-3, 3)), min_size=1, max_size=20),
+    st.sampled_from(["drop", "truncate"]),
+)
+def test_wild_numbers_stay_finite(tokens: list[tuple[float, float, float, float]], over_cap: str) -> None:
     """Log-ratios of ±100 and behaviour logprobs of −inf or NaN give finite losses and gradients; such tokens are dropped."""
     logp, prox, behave, a = torch.tensor(tokens, dtype=torch.float32).unbind(1)
-    got = surrogate(logp, prox, behave, a)
+    got = surrogate(logp, prox, behave, a, over_cap=over_cap)
     assert got.token_loss.isfinite().all() and got.grad_logp.isfinite().all()
     assert got.dropped[behave.isnan() | (behave == -math.inf)].all()
     assert (got.token_loss <= 5.0 * 3.0 * a.abs() * (1 + 1e-5) + 1e-30).all()

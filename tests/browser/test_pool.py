@@ -12,8 +12,16 @@ from megatron_webrl.config import BrowserConfig
 from megatron_webrl.errors import UserError
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def children(*, recursive: bool = True) -> list[psutil.Process]:
+    """Processes below us, without the helpers that other tests' multiprocessing keeps."""
+
+    def ours(process: psutil.Process) -> bool:
+        try:
+            return "multiprocessing" not in " ".join(process.cmdline())
+        except psutil.Error:
+            return True
+
+    return [p for p in psutil.Process().children(recursive=recursive) if ours(p)]
 
 
 def chromium_pids() -> list[int]:
@@ -68,7 +76,7 @@ async def _use(pool: PagePool, purpose: str) -> Page:
 @pytest.mark.parametrize("victim", ["browser", "driver"])
 async def test_a_killed_process_is_a_fault_and_replaced(pool: PagePool, page: Page, site: Path, victim: str) -> None:
     """Calls under way raise BrowserFault; the next page comes from a new browser."""
-    pids = chromium_pids() if victim == "browser" else [p.pid for p in psutil.Process().children()]
+    pids = chromium_pids() if victim == "browser" else [p.pid for p in children(recursive=False)]
     waiting = asyncio.create_task(page.evaluate("() => new Promise(() => {})"))
     await asyncio.sleep(0.1)
     for pid in pids:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from megatron_webrl.screenshots import ScreenshotStore
 from megatron_webrl.trajectory import image_digest
 
+OWNER = (1, 0, 0)
+
 
 class Clock:
     now = 0.0
@@ -31,15 +33,31 @@ def test_an_unclaimed_image_expires_and_a_retained_one_stays() -> None:
     store = ScreenshotStore(100, grace_s=10, clock=clock)
     kept, lost = named(b"kept"), named(b"lost")
     store.put(kept | lost)
-    assert store.retain(list(kept)) == []
+    assert store.retain(OWNER, list(kept)) == []
     clock.now = 11
     assert store.sweep() == 1
     assert store.lacking([*kept, *lost]) == list(lost)
-    store.release(list(kept))
+    store.release([OWNER])
     assert store.get(list(kept)), "asked about just now: kept for the grace"
     clock.now = 22
     store.sweep()
     assert store.state().images == store.state().bytes == 0
+
+
+def test_repeats_change_nothing_and_every_owner_counts() -> None:
+    """A request whose reply was late is sent again: two retains of one owner are one, and so are two releases."""
+    clock = Clock()
+    store = ScreenshotStore(100, grace_s=10, clock=clock)
+    image = named(b"shared")
+    store.put(image)
+    for owner in (OWNER, OWNER, (2, 0, 0)):
+        assert store.retain(owner, list(image)) == []
+    clock.now = 11
+    for owners in ([OWNER], [OWNER], [(9, 9, 9)]):
+        store.release(owners)
+        assert store.sweep() == 0, "the other owner still wants it"
+    store.release([(2, 0, 0)])
+    assert store.sweep() == 1
 
 
 def test_retaining_is_all_or_none() -> None:
@@ -47,7 +65,7 @@ def test_retaining_is_all_or_none() -> None:
     store = ScreenshotStore(100, grace_s=10, clock=clock)
     here, missing = named(b"here"), named(b"missing")
     store.put(here)
-    assert store.retain([*here, *missing]) == list(missing)
+    assert store.retain(OWNER, [*here, *missing]) == list(missing)
     clock.now = 11
     assert store.sweep() == 1, "the failed attempt retained nothing"
 
@@ -74,9 +92,9 @@ def test_the_byte_count_is_that_of_the_images_and_never_above_the_limit(actions:
         if action == "put":
             store.put(image)
         elif action == "retain":
-            store.retain(list(image))
+            store.retain((n, 0, 0), list(image))
         elif action == "release":
-            store.release(list(image))
+            store.release([(n, 0, 0)])
         else:
             store.sweep()
         assert store.bytes == sum(len(v) for v in store._images.values()) <= 12

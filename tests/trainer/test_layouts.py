@@ -89,9 +89,10 @@ def compare(got: dict[str, float], want: dict[str, float]) -> None:
 
 @pytest.mark.timeout(300)
 def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
-    """Against one rank with the plain output layer, for one rank with the fused one and for every layout: the export is the directory's weights bit by bit before training, equal
-    logprobs on every rank, equal metrics (loss and gradient norm among them) of two steps with four updates each, and
-    equal weights after them.  Only leads fetch.  A checkpoint of one layout goes on in another."""
+    """Against one rank with the plain output layer, for one rank with the fused one and for every layout: the export is
+    the directory's weights bit by bit before training, equal logprobs on every rank, equal metrics (loss and gradient norm
+    among them) of two steps with four updates each, and equal weights after them.  Only leads fetch.  A checkpoint of one
+    layout goes on in another."""
     alone = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1"}
     reference = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "one", FullLogits)
     assert reference["same"]

@@ -137,6 +137,48 @@ def test_step_zero_identity_and_metrics(deep_model_dir: Path, make: Make) -> Non
     assert other["engine/logprob_tokens"] == 0  # none of them was sampled by version 4
 
 
+def test_group_constant_divides_by_episodes(deep_model_dir: Path, make: Make) -> None:
+    """The same summed loss, divided by the minibatch's episodes instead of its response tokens; gradient norms likewise."""
+    one_update = {"epochs": 1, "minibatches": 1}
+    found = {}
+    for normalizer in ("token_mean", "group_constant"):
+        trainer = make(deep_model_dir, algorithm={**one_update, "normalizer": normalizer})
+        recorded = Recorded(trainer.processor, groups=2)
+        found[normalizer] = trainer.train_step(
+            [10, 11], recorded.fetch_groups, recorded.fetch_images, version=3
+        ).metrics
+    tokens = sum(t.response_tokens for g in recorded.groups.values() for t in g.trajectories)
+    episodes = sum(len(g.trajectories) for g in recorded.groups.values())
+    for name in ("update/actor_loss/avg", "grad_norm"):
+        mean, constant = (found[n][f"ppo_actor/{name}"] for n in ("token_mean", "group_constant"))
+        assert constant == pytest.approx(mean * tokens / episodes, rel=1e-4), name
+    assert found["token_mean"]["ppo_actor/update/clip_ratio"] == found["group_constant"]["ppo_actor/update/clip_ratio"]
+
+
+def test_raft_trains_on_successes_only(deep_model_dir: Path, make: Make) -> None:
+    """The same step as from the successes alone; a minibatch without any changes nothing and is no update."""
+    raft = {"objective": "raft++", "constant_horizon": None, "epochs": 1, "minibatches": 1}
+    found = []
+    for only_successes in (False, True):
+        trainer = make(deep_model_dir, algorithm=raft, replay={"dynamic_sampling": False})
+        recorded = Recorded(trainer.processor, groups=2)
+        if only_successes:
+            for group in recorded.groups.values():
+                group.trajectories = [t for t in group.trajectories if t.reward > 0]
+        found.append(trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3).metrics)
+    mixed, successes = found
+    for name in ("ppo_actor/update/actor_loss/avg", "ppo_actor/grad_norm", "rollout/response_tokens"):
+        assert mixed[name] == pytest.approx(successes[name], rel=1e-5), name
+    assert mixed["rollout/reward"] < successes["rollout/reward"] == 1
+    weights = dict(trainer.export() or [])
+    for group in recorded.groups.values():
+        for trajectory in group.trajectories:
+            trajectory.reward = 0.0
+    report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
+    assert report.applied_updates == 0
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, make: Make) -> None:
     """The update is skipped and counted; the weights stay as they are, and training goes on."""
     trainer = make(deep_model_dir)
