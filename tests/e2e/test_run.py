@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -143,11 +144,32 @@ def test_ctrl_c_ends_everything_and_eval_runs_without_a_trainer(demo_run: Demo, 
     assert driver.returncode == 130 and "interrupted" in output, output
     assert nothing_left(run_dir)
 
-    final = small.parent / "demo" / "model_final"
-    done = run("eval", small, f"model.path={final}", f"run_dir={small.parent / 'eval'}", "evaluation.episodes=10")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "of 10 episodes, 0 without result" in done.stdout
-    assert nothing_left(small.parent / "eval")
+    run_dir, final = small.parent / "eval", small.parent / "demo" / "model_final"
+    driver = subprocess.Popen(
+        command("eval", small, f"model.path={final}", f"run_dir={run_dir}", "evaluation.episodes=100"),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for(lambda: driver.poll() is not None or evaluated(run_dir) > 5, 240, "evaluated episode")
+    identity = json.loads((run_dir / "run.json").read_text())
+    (engine,) = [p for p in marked(f"{identity['run_id']}.1/engine-0") if "launch_server" in " ".join(p.cmdline())][:1]
+    engine.kill()  # its successor gets the weights from disk, too
+    output, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0 and "of 100 episodes, 0 without result" in output, output
+    assert nothing_left(run_dir)
+
+
+def evaluated(run_dir: Path) -> int:
+    """Episodes of an evaluation that ended, as the ledger has them."""
+    try:
+        ledger = sqlite3.connect(f"file:{run_dir / 'ledger.sqlite'}?mode=ro", uri=True)
+        (count,) = ledger.execute("SELECT count(*) FROM attempts WHERE state = 'evaluated'").fetchone()
+        ledger.close()
+    except sqlite3.Error:  # it is not there yet
+        return 0
+    return int(count)
 
 
 def test_a_group_without_its_model_is_one_line(small: Path) -> None:
