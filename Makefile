@@ -9,7 +9,7 @@ help: ## What can be done here
 setup: ## Everything the project needs, in .venv/ (some minutes once, then a second)
 	@bash scripts/setup.sh
 
-demo: ## The whole loop on real input, 15 to 20 minutes: a picture of what was learned in runs/demo/
+demo: ## The whole loop on real input, about 15 minutes: a picture of what was learned in runs/demo/
 	@began=$$(date +%s); bash scripts/setup.sh && $(BIN)/megatron-webrl demo --setup-seconds $$(($$(date +%s) - began))
 
 test: setup ## All tests: the fast ones, then those that drive the real engine, browser and trainer

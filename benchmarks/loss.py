@@ -12,7 +12,7 @@ of three after a warm-up).  `…_8_percent`: 8% of the rows are response tokens.
   ours      fused_linear_grpo_loss                         surrogate, entropy of every token
   …_entropy the same with an entropy bonus, so that entropy has a gradient
   liger     Liger's chunked GRPO loss                      surrogate, no entropy
-  trl       TRL's selective_log_softmax_and_entropy        surrogate, entropy of every token; all logits at once
+  trl       TRL's ChunkedLogProbFunction                   surrogate outside, entropy of every token
   cce       Apple's cut cross-entropy (torch_compile)      −log p only
 The others' packages are installed into `.peers/` at the first run; `--cases` leaves them out.
 """
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -140,11 +139,13 @@ def liger(p: dict[str, Any]) -> None:
 
 
 def trl(p: dict[str, Any]) -> None:
-    """TRL's logprobs and entropies from logits, the surrogate outside."""
-    from trl.trainer.utils import selective_log_softmax_and_entropy
+    """The head of its GRPO trainer (`add_fused_lm_head`), with its chunk of the vocabulary; the surrogate outside."""
+    from trl.kernels import ChunkedLogProbFunction
 
-    logits = p["hidden"] @ p["weight"].t()
-    logp, _ = selective_log_softmax_and_entropy(logits, p["targets"], entropy_requires_grad=False)
+    wanted = ("log_probs", "entropy")
+    logp, *_ = ChunkedLogProbFunction.apply(
+        p["hidden"], p["weight"], None, p["targets"], 1.0, 32_768, None, 1.0, wanted
+    )
     (plain_surrogate(logp, p["prox"], p["behave"], p["advantages"]).sum() / len(logp)).backward()
 
 
@@ -153,7 +154,8 @@ def cce(p: dict[str, Any]) -> None:
     from cut_cross_entropy import linear_cross_entropy
 
     kind = "cce" if p["hidden"].is_cuda else "torch_compile"
-    linear_cross_entropy(p["hidden"], p["weight"], p["targets"], impl=kind).backward()
+    exact = {"filter_eps": None} if p["hidden"].is_cuda else {}  # else gradients of unlikely tokens are left out
+    linear_cross_entropy(p["hidden"], p["weight"], p["targets"], impl=kind, **exact).backward()
 
 
 def workload(case: str, p: dict[str, Any]) -> Callable[[], None]:
@@ -188,15 +190,20 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, float]:
         return {"extra_bytes": float(extra), "gpu_seconds": best}
     torch.randn(64, 64) @ torch.randn(64, 64)  # libraries are loaded
     if case in PEER_PACKAGES or case.startswith("ours"):  # imports, and what is compiled at first use
-        small = argparse.Namespace(**{**vars(arguments), "rows": 256, "vocab": 512})
+        # no two sizes alike: torch.compile would take them for one, and compile again in the measured call
+        small = argparse.Namespace(**{**vars(arguments), "rows": 256, "vocab": arguments.hidden + 1000})
         workload(case, problem(small))()
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, began = resident_peak(), time.process_time()
     run()
     seconds = time.process_time() - began
-    return {
-        "extra_bytes": 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
-        "cpu_seconds": seconds,
-    }
+    return {"extra_bytes": float(resident_peak() - before), "cpu_seconds": seconds}
+
+
+def resident_peak() -> int:
+    """Most bytes that this process held since the peak was last forgotten."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
 
 
 def install_peer(case: str) -> None:

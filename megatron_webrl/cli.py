@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if rest:  # key=value after an option
         arguments.overrides += rest
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
     try:
         code = arguments.run(arguments)
     except UserError as error:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from megatron_webrl.errors import UserError
 
@@ -26,24 +27,36 @@ def check_writable(key: str, directory: Path) -> None:
         raise UserError(f"{key}={directory}: {nearest} cannot be written to by this user: give another directory")
 
 
+def _lock_file(run_dir: Path) -> IO[str]:
+    """`run_dir`/lock, held while it is open."""
+    while True:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / "lock", "a")  # noqa: SIM115 (the caller closes it)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(run_dir / "lock")):
+                return file
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"run_dir={run_dir} is used by a run that goes on: give another run_dir, or end it"
+            ) from None
+        except FileNotFoundError:
+            pass
+        file.close()  # its holder has renamed the directory meanwhile: lock the one that is here now
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """`run_dir`, made if it is not there, for this process alone; a process that holds it may ask again.
 
     Raises UserError if another process holds it."""
     check_writable("run_dir", run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     held = run_dir.resolve()
     if held in _locked:
         yield
         return
-    with open(run_dir / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"run_dir={run_dir} is used by a run that goes on: give another run_dir, or end it"
-            ) from None
+    with _lock_file(run_dir):
         _locked.add(held)
         try:
             yield

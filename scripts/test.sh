@@ -8,9 +8,9 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 failed=0
 
-run() { # NAME MARKERS: exit code 5 (no test selected) fails the fast stage only
+run() { # NAME MARKERS [OPTION...]: exit code 5 (no test selected) fails the fast stage only
     echo "== $1 tests"
-    .venv/bin/python -m pytest -m "$2" 2>&1 | tee "$logs/$1"
+    .venv/bin/python -m pytest -m "$2" "${@:3}" 2>&1 | tee "$logs/$1"
     local status=${PIPESTATUS[0]}
     case $status in
         0) said="$said $1: passed." ;;
@@ -20,7 +20,9 @@ run() { # NAME MARKERS: exit code 5 (no test selected) fails the fast stage only
 }
 
 said=""
-run fast "not e2e and not slurm and not soak"
+# One process a core, four at most (each imports torch); the end-to-end tests fill the machine by themselves.
+cores=$(nproc)
+run fast "not e2e and not slurm and not soak" -n $((cores > 4 ? 4 : cores)) --dist loadfile
 run end-to-end "e2e and not slurm and not soak"
 if grep -rqs 'pytest.mark.slurm' tests; then
     said="$said Slurm: not run here (pytest -m slurm)."

@@ -141,14 +141,14 @@ class _Run:
         self._window: list[ImageRef] = []
         self._past: list[PastStep] = []
         self._spent_s = 0.0
-        """Of the episode's own time: waiting for an engine is not counted."""
+        """Of the episode's own time, what its steps took: waiting for an engine is not counted, nor is the reset, which may
+        wait for a browser and has deadlines of its own."""
 
     async def steps_to_end(self) -> _Ended:
         began = time.monotonic()
         observation = await self._episode.reset()
         observe_s = time.monotonic() - began
         while True:
-            self._spent_s += observe_s
             image = self._see(observation.screenshot)
             prompt_ids = self._processor.encode(
                 build_prompt(self._config.agent, observation.utterance, self._past, len(self._window))
@@ -187,6 +187,7 @@ class _Run:
                 observation = await self._episode.observe()
                 step.changed = image_digest(observation.screenshot) != image.digest
             observe_s = time.monotonic() - began
+            self._spent_s += observe_s
             self._past.append(PastStep(step.title, step.action, step.changed, step.error))
 
     def _see(self, screenshot: bytes) -> ImageRef:

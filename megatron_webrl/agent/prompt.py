@@ -1,11 +1,13 @@
 """The prompt of a step, built afresh each time: system prompt, earlier steps, screenshots, task.
 
-Text that comes from pages or from the policy can never become a special token: `<|` is broken up in it.
+Text that comes from pages or from the policy can never become a token that means something: `<|`, `<tool_call>` and their
+like are broken up in it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ from megatron_webrl.browser import ACTIONS, DIRECTIONS, MAX_WAIT_S
 from megatron_webrl.config import AgentConfig
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_SPECIAL = re.compile(r"<(?=\||/?(?:tool_call|tool_response|think)>)")
+"""Where a token of Qwen's tokenizer that means something could begin: `<|…|>`, and the marks of calls and thinking."""
 LINE_CHARACTERS = 160
 """Of an earlier step's action or error, at most."""
 
@@ -111,4 +115,4 @@ def _describe(step: PastStep) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("<|", "< |")
+    return _SPECIAL.sub("< ", text)

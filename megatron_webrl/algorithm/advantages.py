@@ -22,8 +22,8 @@ def normalize_group_rewards(
 
 def step_advantage(normalized_reward: float, num_steps: int, constant_horizon: float | None = 10.0) -> float:
     """Advantage of every response token of a step: r̂ / k with constant k, or r̂ / number of steps of the episode when
-    `constant_horizon` is None."""
-    return float(normalized_reward) / (num_steps if constant_horizon is None else constant_horizon)
+    `constant_horizon` is None (an episode that ended before its first step has no token to give it to)."""
+    return float(normalized_reward) / (max(1, num_steps) if constant_horizon is None else constant_horizon)
 
 
 def raft_advantage(reward: float, num_steps: int) -> float | None:

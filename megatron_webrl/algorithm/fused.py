@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_webrl.algorithm.rows import BANNED, Backend, Rows, rows
+from megatron_webrl.algorithm.rows import BANNED, Backend, Rows, Wanted, rows
 from megatron_webrl.algorithm.surrogate import Surrogate, surrogate
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor], Surrogate]
@@ -81,6 +81,8 @@ def fused_linear_grpo_loss(
         raise ValueError(
             f"weight_grad is {weight_grad.dtype} {list(weight_grad.shape)}: give float32, shaped as weight"
         )
+    if not torch.is_grad_enabled():  # a parameter still says that it requires a gradient
+        hidden, weight = hidden.detach(), weight.detach()
     head = _Head(weight.shape[0], banned, 1.0 / temperature, group, rows(backend, weight.device), chunk_rows)
     loss, *parts = _FusedLoss.apply(
         hidden, weight, targets, prox_logp, behave_logp, advantages, objective, entropy_coef, 1.0 / max(denominator, 1),
@@ -270,10 +272,8 @@ class _FusedLoss(torch.autograd.Function):
             if hidden_grad is None and weight_grad is None:
                 continue
             grad_entropy = torch.full_like(entropy, -entropy_coef * scale) if entropy_coef else None
-            dlogits = head.rows.gradient_(
-                logits, own, head.inverse_temperature, log_total, entropy, terms.grad_logp.float() * scale,
-                grad_entropy, hidden.dtype,
-            )  # fmt: skip
+            wanted = Wanted(log_total, entropy, terms.grad_logp.float() * scale, grad_entropy)
+            dlogits = head.rows.gradient_(logits, own, head.inverse_temperature, wanted, hidden.dtype)
             head.gradients(h, weight, dlogits, None if hidden_grad is None else hidden_grad[place], weight_grad)
         if reduce:
             head.reduce(hidden_grad)
@@ -326,13 +326,13 @@ class _LogprobEntropy(torch.autograd.Function):
         head: _Head = ctx.head
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        if grad_logp is None:
-            grad_logp = torch.zeros_like(entropy)
+        # The gradient of a sum is one number, expanded: kernels want one a row.
+        grad_logp = torch.zeros_like(entropy) if grad_logp is None else grad_logp.contiguous()
+        grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
         for place, h, logits, own in head.chunks(hidden, weight, targets):
-            dlogits = head.rows.gradient_(
-                logits, own, head.inverse_temperature, log_total[place], entropy[place], grad_logp[place],
-                None if grad_entropy is None else grad_entropy[place], hidden.dtype,
-            )  # fmt: skip
+            grad_h = None if grad_entropy is None else grad_entropy[place]
+            wanted = Wanted(log_total[place], entropy[place], grad_logp[place], grad_h)
+            dlogits = head.rows.gradient_(logits, own, head.inverse_temperature, wanted, hidden.dtype)
             head.gradients(h, weight, dlogits, None if hidden_grad is None else hidden_grad[place], weight_grad)
         if ctx.reduce:
             head.reduce(hidden_grad)

@@ -7,17 +7,29 @@ the ratio to the proximal policy would be off by some per cent.
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 
-BANNED = -1e20
-"""Logit of tokens that are never sampled.  Finite: exp of it is 0, and 0 · BANNED is 0, where −inf would give NaN."""
+BANNED = -1e6
+"""Logit of tokens that are never sampled.  Finite: exp of it is 0, and 0 · BANNED is 0, where −inf would give NaN; and not
+so large that its rounding matters in a slice where nothing else is."""
 _COLUMNS = 8192
 """Of a block that stays in the processor's cache."""
+
+
+class Wanted(NamedTuple):
+    """What the gradient is made of, float32 [C] each, contiguous: of grad_logp · log p[target] + grad_entropy · H."""
+
+    log_total: Tensor
+    """log Σ e^z over the whole vocabulary."""
+    entropy: Tensor
+    """H, over the whole vocabulary."""
+    grad_logp: Tensor
+    grad_entropy: Tensor | None
 
 
 class Rows(Protocol):
@@ -29,21 +41,11 @@ class Rows(Protocol):
         ...
 
     def gradient_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        inverse_temperature: float,
-        log_total: Tensor,
-        entropy: Tensor,
-        grad_logp: Tensor,
-        grad_entropy: Tensor | None,
-        dtype: torch.dtype,
+        self, logits: Tensor, target: Tensor, inverse_temperature: float, wanted: Wanted, dtype: torch.dtype
     ) -> Tensor:
-        """d(grad_logp · log p[target] + grad_entropy · H) / d logits, in place of the logits -> dtype [C, V].
+        """In place of the logits -> dtype [C, V].  With log p = z − log_total:
 
-        With log p = z − log_total and H the entropy over the whole vocabulary:
-            (grad_logp · (1[target] − p) − grad_entropy · p · (log p + H)) / temperature
-        The other arguments are float32 [C].
+        (grad_logp · (1[target] − p) − grad_entropy · p · (log p + H)) / temperature
         """
         ...
 
@@ -65,17 +67,10 @@ class TorchRows:
         return torch.stack([top, total, weighted, chosen])
 
     def gradient_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        inverse_temperature: float,
-        log_total: Tensor,
-        entropy: Tensor,
-        grad_logp: Tensor,
-        grad_entropy: Tensor | None,
-        dtype: torch.dtype,
+        self, logits: Tensor, target: Tensor, inverse_temperature: float, wanted: Wanted, dtype: torch.dtype
     ) -> Tensor:
         """See `Rows`."""
+        log_total, entropy, grad_logp, grad_entropy = wanted
         onto_p = -grad_logp[:, None] * inverse_temperature
         for block in logits.split(_COLUMNS, dim=1):
             logp = torch.add(-log_total[:, None], block, alpha=inverse_temperature)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_webrl.algorithm.rows import Wanted
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels run in Triton's interpreter, on a CPU: read when they are defined, which is now."""
 BLOCK, WARPS = 4096, 8
@@ -85,17 +87,10 @@ class TritonRows:
         return out
 
     def gradient_(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        inverse_temperature: float,
-        log_total: Tensor,
-        entropy: Tensor,
-        grad_logp: Tensor,
-        grad_entropy: Tensor | None,
-        dtype: torch.dtype,
+        self, logits: Tensor, target: Tensor, inverse_temperature: float, wanted: Wanted, dtype: torch.dtype
     ) -> Tensor:
         """See `rows.Rows`."""
+        log_total, entropy, grad_logp, grad_entropy = wanted
         rows, columns = logits.shape
         out = logits.view(dtype)[:, :columns]  # a row of bfloat16 lies in the first half of its float32 row
         gradient_kernel[(rows,)](

@@ -6,7 +6,6 @@ Coordinates run from 0 to 1000 over the part of the page that the agent sees: px
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 from megatron_webrl.browser.faults import PageError
@@ -144,7 +143,7 @@ def _direction(value: Any) -> None:
 
 
 def _time(value: Any) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MAX_WAIT_S:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_WAIT_S:  # NaN compares false
         raise ValueError(f"time must be a number of seconds from 0 to {MAX_WAIT_S:g}")
 
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GONE = ("closed", "crashed", "disconnected", "connection")
-"""Words by which Playwright's errors say that the target is no more."""
+GONE = ("target page, context or browser has been closed", "target closed", "target crashed", "page crashed",
+        "browser has been closed", "connection closed", "browser closed")  # fmt: skip
+"""How Playwright's errors say that the target is no more; single words could stand in an address as well."""
 INTERRUPTED = ("interrupted by another navigation", "context was destroyed", "Cannot find context")
 """Errors of a call that a navigation overtook: the call may be made again."""
 
@@ -101,7 +102,7 @@ class Page:
             raise PageTimeout(f"no answer within {self.timeout_s:g} s") from error
         except Error as error:
             reason = error.message.partition("\n")[0]
-            if self._crashed or not self.chromium.connected or any(word in reason.lower() for word in GONE):
+            if self._crashed or not self.chromium.connected or any(words in reason.lower() for words in GONE):
                 raise BrowserFault(reason) from error
             raise PageError(reason) from error
         except Exception as error:  # the driver's pipe broke: plain exceptions of several kinds

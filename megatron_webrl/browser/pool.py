@@ -28,6 +28,8 @@ class PagePool:
         self._room = asyncio.Semaphore(config.slots)
         self._launching = asyncio.Lock()
         self._chromium: Chromium | None = None
+        self._retired: set[Chromium] = set()
+        """Earlier ones that still carry pages."""
         self._free: list[Page] = []
         """Least recently used first; all of the present Chromium."""
 
@@ -48,11 +50,11 @@ class PagePool:
                 try:
                     page = await Page.open(chromium, self._config, self._allow)
                 except Exception as error:
-                    chromium.pages -= 1
                     chromium.retired = True
+                    await self._one_page_less(chromium)
                     raise BrowserFault(f"the browser opens no page: {str(error).partition(chr(10))[0]}") from error
                 except BaseException:
-                    chromium.pages -= 1
+                    await self._one_page_less(chromium)
                     raise
             chromium.uses += 1
             return page
@@ -67,20 +69,29 @@ class PagePool:
             if reusable and page.alive and chromium is self._chromium and not chromium.retired:
                 self._free.append(page)
                 return
-            chromium.pages -= 1
-            if not await page.close():
-                log.warning("a page did not close: its browser is replaced")
-                chromium.retired = True
-            if chromium is not self._chromium and chromium.pages == 0:
-                await chromium.close()
+            try:
+                if not await page.close():
+                    log.warning("a page did not close: its browser is replaced")
+                    chromium.retired = True
+            finally:
+                await self._one_page_less(chromium)
         finally:
             self._room.release()
+
+    async def _one_page_less(self, chromium: Chromium) -> None:
+        """The last page of an earlier browser takes it along."""
+        chromium.pages -= 1
+        if chromium in self._retired and chromium.pages <= 0:
+            self._retired.discard(chromium)
+            await asyncio.shield(chromium.close())
 
     async def close(self) -> None:
         """End the browser and everything in it."""
         self._free.clear()
-        chromium, self._chromium = self._chromium, None
-        if chromium is not None:
+        ours = [*self._retired, *([self._chromium] if self._chromium else [])]
+        self._chromium = None
+        self._retired.clear()
+        for chromium in ours:
             await chromium.close()
 
     async def _ready(self) -> Chromium:
@@ -103,3 +114,5 @@ class PagePool:
         old.pages -= len(free)
         if not old.connected or old.pages == 0:
             await old.close()
+        else:
+            self._retired.add(old)

@@ -245,6 +245,8 @@ class ParallelConfig(Section):
     """Shard activations between tensor-parallel regions; needs tp > 1."""
     distributed_optimizer: bool = False
     """Shard the optimizer's state over data parallelism."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data parallelism during the last micro-batch's backward pass instead of after it."""
 
     @property
     def world_size(self) -> int:
@@ -267,6 +269,9 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations; gradients are accumulated in float32."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations of the language model that the backward pass computes again instead of keeping: `selective`: those of the
+    MLPs; `full`: all but each layer's input, a third more computation."""
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)
     """Rows of a micro-batch, padded to its longest, hold at most so many tokens."""
     steps: int = Field(default=300, gt=0)

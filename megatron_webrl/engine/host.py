@@ -76,7 +76,9 @@ class EngineHost:
         self._trace = trace
         self._gate = ServingGate()
         self._images = ImageCache()
-        self._slots = asyncio.Semaphore(4 * config.engine.max_running_requests)
+        self._slots = asyncio.Semaphore(
+            config.engine.max_running_requests
+        )  # so that queueing is seen, and counted as such
         self._running = 0
         self._changed = asyncio.Event()
         self._control_lock = asyncio.Lock()

@@ -185,7 +185,7 @@ class Coordinator:
             if lacking.digests:
                 return Submitted(False, "images_missing")
             reason = self.book.submit(trajectory)
-            if reason != "accepted":  # it was lost while the store was asked
+            if reason == "superseded":  # it was lost while the store was asked (a repeat retained nothing more)
                 self.book.freed.append(key)
         else:
             reason = self.book.submit(trajectory)

@@ -51,9 +51,12 @@ RESET = (
   Math.seedrandom(seed);
   core.startEpisodeReal();
   core.clearTimer();
+  // The page's end shows a cover whose click begins another episode: the second half of a double click must not.
+  if (core.cover_div) core.cover_div.onclick = null;
   window.webrlToken = token;
   await imagesReady();
-  return [core.getUtterance(), document.title];
+  const said = core.getUtterance();  // some tasks give fields beside the text
+  return [typeof said === 'string' ? said : said.utterance, document.title];
 }"""
 )
 STATUS = (

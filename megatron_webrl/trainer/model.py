@@ -43,7 +43,9 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available()
 
 
-def transformer_config(hf: Qwen3VLConfig, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    hf: Qwen3VLConfig, parallel: ParallelConfig, dtype: torch.dtype, *, recompute: str = "none"
+) -> TransformerConfig:
     """Megatron's configuration of the language model.  Raises UserError for variants of the model it cannot express."""
     text: Any = hf.text_config
     rope = text.rope_parameters
@@ -86,6 +88,12 @@ def transformer_config(hf: Qwen3VLConfig, parallel: ParallelConfig, dtype: torch
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=["mlp"]
+        if recompute == "selective"
+        else None,  # attention keeps no matrix that would be worth it
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         batch_p2p_comm=torch.cuda.is_available(),
         deallocate_pipeline_outputs=False,
     )
@@ -110,8 +118,17 @@ Head = Callable[[OutputLayer], Tensor]
 class Qwen3VL(MegatronModule):
     """The policy's part on one rank.  Parameters are uninitialised until weights are loaded."""
 
-    def __init__(self, config: TransformerConfig, hf: Qwen3VLConfig, *, first: bool, last: bool) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf: Qwen3VLConfig,
+        *,
+        first: bool,
+        last: bool,
+        overlap_grad_reduce: bool = False,
+    ) -> None:
         super().__init__(config)
+        self.overlap_grad_reduce = overlap_grad_reduce
         text: Any = hf.text_config
         vision: Any = hf.vision_config
         tied = bool(hf.tie_word_embeddings)
@@ -133,6 +150,9 @@ class Qwen3VL(MegatronModule):
         )
         self.language_model.rotary_pos_emb = InterleavedMRoPE(text.head_dim, base)
         self.visual = VisionTower(vision, config.params_dtype) if first else None
+        if self.visual is not None and config.tensor_model_parallel_size > 1 and torch.cuda.is_available():
+            for parameter in self.visual.parameters():  # replicas whose gradients differ in the last bits would part
+                parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         deepstack = len(vision.deepstack_visual_indexes)
         if first and deepstack > len(self.language_model.decoder.layers):
             raise UserError(
@@ -144,6 +164,16 @@ class Qwen3VL(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Embedding (first stage) or output weight (last stage) when tied: Megatron sums their gradients."""
         return self.language_model.shared_embedding_or_output_weight()
+
+    def _idle_vision(self) -> Tensor:
+        """Zero, through the vision tower and with its gradients.  They are reduced as they come (overlap_grad_reduce), so on
+        every data-parallel rank they have to come, in the same order, images or not."""
+        assert self.visual is not None
+        settings: Any = self.visual.config
+        side = settings.spatial_merge_size
+        blank = torch.zeros(side * side, settings.in_channels * settings.patch_size**2, device=self.visual.device)
+        features, deepstack = self.visual(blank, [(1, side, side)])
+        return 0.0 * torch.stack([part.sum() for part in (features, *deepstack)]).sum()
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Hidden states from the stage before, set by Megatron's schedule."""
@@ -160,6 +190,8 @@ class Qwen3VL(MegatronModule):
                 features, deep = self.visual(batch.patches, batch.grids)
                 deepstack = torch.stack([_place(torch.zeros_like(hidden), batch, f) for f in deep])  # [K, S, B, H]
                 hidden = _place(hidden, batch, features)
+            elif self.overlap_grad_reduce and torch.is_grad_enabled():
+                hidden = hidden + self._idle_vision()
             if self.config.sequence_parallel:  # backward gathers, so the replicated vision tower gets whole gradients
                 hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
                 if deepstack is not None:

@@ -22,7 +22,8 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 @functools.cache
 def apply_patches() -> None:
-    """Apply all of them, once.  Where torch sees a GPU, only the one for checkpoints."""
+    """Apply all of them, once.  Where torch sees a GPU, only those for checkpoints and, without transformer-engine and
+    apex, for the optimizer."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel's deprecation, a line a model
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\..*")
@@ -31,6 +32,7 @@ def apply_patches() -> None:
         _patch_factories()
         _patch_tensor()
         _patch_megatron()
+    _patch_optimizer()
     _write_checkpoints_in_process()
 
 
@@ -97,12 +99,19 @@ def _patch_tensor() -> None:
 
 
 def _patch_megatron() -> None:
-    import megatron.core.optimizer as optimizer
-    import megatron.core.optimizer.distrib_optimizer as distributed
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _patch_optimizer() -> None:
+    """torch's own AdamW, Megatron's last resort, keeps its step where the distributed optimizer cannot load it."""
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
     optimizer.Adam = distributed.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True

@@ -87,8 +87,14 @@ class PolicyTrainer:
         hf = Qwen3VLConfig.from_pretrained(config.model.path)
         dtype = torch.bfloat16 if config.trainer.dtype == "bfloat16" else torch.float32
         self.weights = HuggingFaceWeights(config.model.path, hf, layout, fused_norms=has_transformer_engine())
-        megatron_config = transformer_config(hf, parallel, dtype)
-        self.model = Qwen3VL(megatron_config, hf, first=layout.first_stage, last=layout.last_stage)
+        megatron_config = transformer_config(hf, parallel, dtype, recompute=config.trainer.recompute)
+        self.model = Qwen3VL(
+            megatron_config,
+            hf,
+            first=layout.first_stage,
+            last=layout.last_stage,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+        )
         self.weights.load(self.model, layout)
         self.model.to(layout.device)
         self._ddp = DistributedDataParallel(
@@ -96,7 +102,7 @@ class PolicyTrainer:
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 use_distributed_optimizer=parallel.distributed_optimizer,
-                overlap_grad_reduce=False,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
             ),
             self.model,
         )
@@ -117,6 +123,8 @@ class PolicyTrainer:
             [self._ddp],
         )
         megatron_config.finalize_model_grads_func = finalize_model_grads
+        if parallel.overlap_grad_reduce:
+            megatron_config.no_sync_func = self._ddp.no_sync
         megatron_config.grad_scale_func = self.optimizer.scale_loss
         slots = self.model.language_model.vocab_size
         self.banned = np.ones(slots, dtype=bool)

@@ -44,3 +44,6 @@ def test_text_of_pages_and_policy_never_becomes_a_special_token(processor: Proce
     ids = processor.encode(prompt)
     assert ids.count(processor.image_token_id) == 1
     assert ids.count(processor.end_token_id) == 2
+    for mark in ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>"):
+        past = [PastStep(mark, {"action": "type", "text": mark}, True, mark)]
+        assert mark not in build_prompt(AgentConfig(system_prompt="computer_use_short"), mark, past, 1)

@@ -78,6 +78,11 @@ CALL = '{"name": "computer_use", "arguments": {"action": "go_back"}}'
         (f"<tool_call>{CALL},</tool_call>", "JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "JSON"),
         ("<tool_call>" + "9" * 10_000 + "</tool_call>", "JSON"),
+        (
+            '<tool_call>{"name": "computer_use", "arguments": {"action": "wait", "time": %s}}</tool_call>'
+            % ("3" * 400),
+            "time must be",
+        ),
         (f"<tool_call>[{CALL}]</tool_call>", "must be"),
         ('<tool_call>{"name": "browser", "arguments": {"action": "go_back"}}</tool_call>', "must be"),
         ('<tool_call>{"name": "computer_use", "arguments": {"action": "go_back"}, "id": 1}</tool_call>', "must be"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_webrl.algorithm import fused_linear_grpo_loss, linear_logprob_entropy
-from megatron_webrl.algorithm.rows import BANNED, TorchRows
+from megatron_webrl.algorithm.rows import BANNED, TorchRows, Wanted
 from megatron_webrl.algorithm.triton_rows import BLOCK, TritonRows
 
 
@@ -32,7 +32,9 @@ def kernels(columns: int) -> None:
     for with_entropy in (None, grad_entropy):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
             got, want_grad = (
-                rows.gradient_(logits.clone(), target, 1 / 1.3, log_total, entropy, grad_logp, with_entropy, dtype)
+                rows.gradient_(
+                    logits.clone(), target, 1 / 1.3, Wanted(log_total, entropy, grad_logp, with_entropy), dtype
+                )
                 for rows in (TritonRows(), TorchRows())
             )
             assert got.dtype is dtype and got.shape == logits.shape
@@ -52,7 +54,7 @@ def whole() -> None:
             hidden, weight, *columns, denominator=n, entropy_coef=0.1, chunk_rows=4, backend=backend
         )
         logp, entropy = linear_logprob_entropy(hidden, weight, columns[0], chunk_rows=4, backend=backend)
-        (loss + logp.mean() + entropy.mean()).backward()
+        (loss + logp.sum() + entropy.sum()).backward()  # expanded gradients
         results.append([loss.detach(), terms.logp, terms.entropy, logp.detach(), hidden.grad, weight.grad])
     for got, want in zip(*results, strict=True):
         close(got, want)

@@ -221,9 +221,13 @@ def test_what_needs_no_gradient_gets_none() -> None:
     loss, _ = fused_linear_grpo_loss(hidden, p["weight"], *(p[name] for name in COLUMNS), denominator=1)
     loss.backward()
     close(hidden.grad, naive(p, denominator=1)["dH"])
+    weight, main = p["weight"].clone().requires_grad_(), torch.zeros(101, 24)
     with torch.no_grad():
-        value, _ = fused_linear_grpo_loss(hidden, p["weight"], *(p[name] for name in COLUMNS), denominator=1)
+        value, _ = fused_linear_grpo_loss(
+            hidden, weight, *(p[name] for name in COLUMNS), denominator=1, weight_grad=main
+        )
     assert value == loss and not value.requires_grad
+    assert (main == 0).all(), "nothing is added without gradients"
 
 
 def test_bfloat16_keeps_float32_logits() -> None:
@@ -281,13 +285,13 @@ def test_wrong_shapes_and_back_ends_are_told() -> None:
         linear_logprob_entropy(p["hidden"], p["weight"], p["targets"], backend="triton")
 
 
-def sharded(rank: int, ranks: int, port: int) -> dict[str, dict[str, Any]]:
+def sharded(rank: int, ranks: int, port: int, vocab: int) -> dict[str, dict[str, Any]]:
     """Loss and gradients of one rank's slice of a vocabulary padded to a multiple of the ranks; with hidden states whole
     and sharded, and the differentiable logprobs."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     group = dist.group.WORLD
-    p = problem(12, n=36)
-    vocab, per_rank = 101, -(-101 // ranks)
+    p = problem(12, n=36, vocab=vocab)
+    per_rank = -(-vocab // ranks)
     weight = torch.nn.functional.pad(p["weight"], (0, 0, 0, per_rank * ranks - vocab), value=3.0)
     own = weight[rank * per_rank : (rank + 1) * per_rank]
     free = [c for c in range(vocab) if c not in p["targets"].tolist()]
@@ -319,18 +323,19 @@ def sharded(rank: int, ranks: int, port: int) -> dict[str, dict[str, Any]]:
     return out
 
 
-def test_tensor_parallel_ranks_agree() -> None:
-    """1, 2 and 4 slices of a padded vocabulary (one slice may hold padding only): loss and logprobs with the same bits on
-    all ranks, gradients those of one rank to 1e-6; hidden states whole on every rank, or sharded."""
-    (alone,) = on_ranks(sharded, 1, free_port())
-    for ranks in (2, 4):
-        parts = on_ranks(sharded, ranks, free_port())
+@pytest.mark.parametrize(("vocab", "layouts"), [(101, (2, 4)), (9, (4,))])
+def test_tensor_parallel_ranks_agree(vocab: int, layouts: tuple[int, ...]) -> None:
+    """1, 2 and 4 slices of a padded vocabulary (of 9 over 4 ranks, the last slice is padding only): loss and logprobs with
+    the same bits on all ranks, gradients those of one rank to 1e-6; hidden states whole on every rank, or sharded."""
+    (alone,) = on_ranks(sharded, 1, free_port(), vocab)
+    for ranks in layouts:
+        parts = on_ranks(sharded, ranks, free_port(), vocab)
         for case, want in alone.items():
             for part in parts:
                 assert torch.equal(part[case]["loss"], parts[0][case]["loss"])
                 assert torch.equal(part[case]["logp"], parts[0][case]["logp"])
             close(parts[0][case]["loss"], want["loss"], relative=1e-6)
-            close(torch.cat([part[case]["dW"] for part in parts])[:101], want["dW"], relative=1e-6)
+            close(torch.cat([part[case]["dW"] for part in parts])[:vocab], want["dW"], relative=1e-6)
             if case == "sharded":
                 close(torch.cat([part[case]["dH"] for part in parts]), want["dH"], relative=1e-6)
             else:

@@ -113,6 +113,26 @@ async def test_a_wrong_click_ends_without_reward_and_a_miss_does_not_end(miniwob
     await episode.close()
 
 
+@pytest.mark.parametrize(("button", "reward"), [("#subbtn", 1), ("#subbtn2", 0)])
+async def test_a_double_click_ends_the_episode_once(miniwob: MiniWob, button: str, reward: int) -> None:
+    """Its second half must not begin another episode on the page's cover: what was won stays won, what was lost lost."""
+    episode = miniwob.episode(miniwob_task("click-test-2", 0))
+    await episode.reset()
+    where = "(b) => { const r = document.querySelector(b).getBoundingClientRect(); return [r.x + 5, r.y + 5]; }"
+    x, y = await episode.page.evaluate(where, button)
+    acted = await episode.act({**click(x, y), "action": "double_click"})
+    assert (acted.error, acted.done, acted.reward > 0) == ("", True, reward > 0)
+    assert (await episode.act(click(80, 100))).done
+    await episode.close()
+
+
+@pytest.mark.parametrize("name", ["email-inbox-nl-turk", "email-inbox-forward-nl", "click-option"])
+async def test_tasks_whose_text_comes_with_fields_are_told_as_text(miniwob: MiniWob, name: str) -> None:
+    episode = miniwob.episode(miniwob_task(name, 1))
+    assert len((await episode.reset()).utterance) > 10
+    await episode.close()
+
+
 async def test_leaving_the_page_earns_nothing(miniwob: MiniWob) -> None:
     """Only the document of this reset counts: not a reloaded page, not another task's; and files stay unread."""
     episode = miniwob.episode(miniwob_task("click-test", 0))
