@@ -167,7 +167,7 @@ def _ledger(arguments: argparse.Namespace) -> int:
         raise UserError(f"RUN={arguments.run_dir} holds no ledger.sqlite: give the run_dir of a run")
     try:
         ledger = Ledger(file)
-        print(_account(ledger.account()))
+        print(_account(ledger.account(recount=True)))
         ledger.close()
     except sqlite3.Error as error:
         raise UserError(

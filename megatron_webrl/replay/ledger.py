@@ -21,7 +21,13 @@ CREATE TABLE IF NOT EXISTS attempts (
   group_id INTEGER, sample_index INTEGER, attempt INTEGER, lane TEXT NOT NULL, task_id TEXT NOT NULL,
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '', step INTEGER,
   PRIMARY KEY (group_id, sample_index, attempt)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_state ON attempts (lane, state, reason);
+CREATE TABLE IF NOT EXISTS counts (
+  lane TEXT, state TEXT, reason TEXT, n INTEGER NOT NULL, PRIMARY KEY (lane, state, reason)) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS issued AFTER INSERT ON attempts BEGIN
+  INSERT INTO counts VALUES (new.lane, new.state, new.reason, 1) ON CONFLICT DO UPDATE SET n = n + 1; END;
+CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF state, reason ON attempts BEGIN
+  UPDATE counts SET n = n - 1 WHERE lane = old.lane AND state = old.state AND reason = old.reason;
+  INSERT INTO counts VALUES (new.lane, new.state, new.reason, 1) ON CONFLICT DO UPDATE SET n = n + 1; END;
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
@@ -103,13 +109,16 @@ class Ledger:
             "UPDATE attempts SET state='dropped', reason='rolled_back' WHERE state='trained' AND step>=?", (step,)
         ).rowcount
 
-    def account(self, lane: Lane = Lane.TRAIN) -> Account:
-        """Attempts of a lane by state."""
+    def account(self, lane: Lane = Lane.TRAIN, *, recount: bool = False) -> Account:
+        """Attempts of a lane by state: as counted along the way, whatever their number, or `recount`ed row by row."""
         states: dict[str, int] = {}
         dropped: dict[str, int] = {}
-        for state, reason, n in self._db.execute(
-            "SELECT state, reason, count(*) FROM attempts WHERE lane=? GROUP BY state, reason", (lane,)
-        ):
+        rows = (
+            "SELECT state, reason, count(*) FROM attempts WHERE lane = ? GROUP BY state, reason"
+            if recount
+            else "SELECT state, reason, n FROM counts WHERE lane = ? AND n > 0"
+        )
+        for state, reason, n in self._db.execute(rows, (lane,)):
             states[state] = states.get(state, 0) + n
             if state == "dropped":
                 dropped[reason] = n

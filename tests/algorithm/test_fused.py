@@ -74,13 +74,14 @@ def agree(p: dict[str, Tensor], grad: float = 1.0, chunk_rows: int | None = None
     return got
 
 
-def smooth(p: dict[str, Tensor], **options: Any) -> bool:
-    """No token so near a kink of the objective that rounding decides on which side it lies."""
+def tame(p: dict[str, Tensor], **options: Any) -> bool:
+    """No token so near a kink of the objective that rounding decides on which side it lies, and none so certain that
+    1 − p is a difference of almost equal numbers."""
     logp, _ = naive_logprob_entropy(p["hidden"].double(), p["weight"].double(), p["targets"], **options)
     ratio = (logp - p["prox"].double()).exp()
     weight = p["prox"].double() - p["behave"].double()
     kinks = torch.cat([ratio - 0.8, ratio - 1.2, ratio - 3.0, weight - math.log(5.0)])
-    return not len(kinks) or bool(kinks.abs().min() > 1e-5)
+    return bool(kinks.abs().min() > 1e-5) and bool(logp.max() < -0.1)
 
 
 @settings(deadline=None, max_examples=60)
@@ -88,7 +89,7 @@ def smooth(p: dict[str, Tensor], **options: Any) -> bool:
     seed=st.integers(0, 2**31),
     n=st.integers(1, 40),
     d=st.integers(1, 30),
-    vocab=st.integers(2, 90),
+    vocab=st.integers(3, 90),
     chunk=st.one_of(st.none(), st.integers(1, 45)),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     entropy_coef=st.sampled_from([0.0, 0.05]),
@@ -105,7 +106,7 @@ def test_loss_terms_and_gradients_are_those_of_float64(
     allowed = sorted(set(p["targets"].tolist()))
     free = [c for c in range(vocab) if c not in allowed]
     banned = torch.tensor(data.draw(st.permutations(free))[:bans], dtype=torch.long) if free and bans else None
-    assume(smooth(p, banned=banned, temperature=temperature))
+    assume(tame(p, banned=banned, temperature=temperature))
     agree(
         p,
         grad=1.7,
@@ -295,7 +296,7 @@ def sharded(rank: int, ranks: int, port: int, vocab: int) -> dict[str, dict[str,
     weight = torch.nn.functional.pad(p["weight"], (0, 0, 0, per_rank * ranks - vocab), value=3.0)
     own = weight[rank * per_rank : (rank + 1) * per_rank]
     free = [c for c in range(vocab) if c not in p["targets"].tolist()]
-    never = torch.tensor([*free[:3], *range(vocab, per_rank * ranks)])
+    never = torch.tensor([*free[:3], *range(vocab, per_rank * ranks)], dtype=torch.long)
     here = never[(never >= rank * per_rank) & (never < (rank + 1) * per_rank)] - rank * per_rank
     options: dict[str, Any] = {
         "group": group,

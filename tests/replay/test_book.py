@@ -149,6 +149,7 @@ class Faults(RuleBasedStateMachine):
         account = self.ledger.account()
         assert account.issued == account.trained + sum(account.dropped.values()) + account.in_flight
         assert account.in_flight == self.book.in_flight()
+        assert account == self.ledger.account(recount=True)
 
     @invariant()
     def admission_is_bounded(self) -> None:
