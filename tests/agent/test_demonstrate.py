@@ -1,7 +1,7 @@
 from pathlib import Path
 
-import psutil
 import pytest
+from below import processes_below
 
 from megatron_webrl.agent import (
     collect_samples,
@@ -39,7 +39,7 @@ async def test_demonstrations_are_recorded_saved_and_read_back(
     next((tmp_path / "images").glob("*.png")).unlink()
     with pytest.raises(UserError, match="record them again"):
         load_demonstrations(tmp_path)
-    assert psutil.Process().children(recursive=True) == []
+    assert processes_below() == []
 
 
 async def test_tokenizer_texts_need_no_model(config: RunConfig) -> None:

@@ -5,8 +5,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import pytest
+from below import processes_below
 from PIL import Image
 
 from megatron_webrl.agent import EpisodeResult, Generate, ScriptedPolicy, format_call, run_episode
@@ -193,7 +193,7 @@ async def test_a_killed_browser_is_a_fault_and_the_next_episode_works(
     scripted = ScriptedPolicy(processor, replies)
 
     async def killer(prompt_ids: Sequence[int], images: dict[str, bytes], **options: Any) -> Generated:
-        for process in psutil.Process().children(recursive=True):
+        for process in processes_below():
             if "--headless" in process.cmdline():
                 os.kill(process.pid, signal.SIGKILL)
         return await scripted(prompt_ids, images, **options)

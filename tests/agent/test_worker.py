@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from below import processes_below
 
 from megatron_webrl.agent import BrowserWorker, format_call
 from megatron_webrl.config import RunConfig
@@ -131,7 +132,7 @@ class FakeRun:
             await asyncio.gather(running, return_exceptions=True)
             for server in self._servers.values():
                 await server.close()
-        assert psutil.Process().children(recursive=True) == []
+        assert processes_below() == []
 
     async def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
@@ -223,7 +224,7 @@ async def test_a_killed_browser_costs_its_episodes_and_not_the_worker(fake: Fake
 
 
 def _browsers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "--headless" in p.cmdline()]
+    return [p for p in processes_below() if "--headless" in p.cmdline()]
 
 
 async def test_without_a_coordinator_the_worker_waits_and_can_be_cancelled(tmp_path: Path, config: RunConfig) -> None:

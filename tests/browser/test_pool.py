@@ -6,22 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from below import processes_below
 
 from megatron_webrl.browser import AllowList, BrowserFault, Page, PagePool, find_chromium
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.errors import UserError
-
-
-def children(*, recursive: bool = True) -> list[psutil.Process]:
-    """Processes below us, without the helpers that other tests' multiprocessing keeps."""
-
-    def ours(process: psutil.Process) -> bool:
-        try:
-            return "multiprocessing" not in " ".join(process.cmdline())
-        except psutil.Error:
-            return True
-
-    return [p for p in psutil.Process().children(recursive=recursive) if ours(p)]
 
 
 def chromium_pids() -> list[int]:
@@ -34,7 +23,7 @@ async def test_nothing_is_left_after_close(pool: PagePool, page: Page) -> None:
     """Neither Chromium nor driver, no zombie; pages in use die with them."""
     assert chromium_pids()
     await pool.close()
-    assert children() == []
+    assert processes_below() == []
     await pool.release(page, reusable=True)
 
 
@@ -76,7 +65,7 @@ async def _use(pool: PagePool, purpose: str) -> Page:
 @pytest.mark.parametrize("victim", ["browser", "driver"])
 async def test_a_killed_process_is_a_fault_and_replaced(pool: PagePool, page: Page, site: Path, victim: str) -> None:
     """Calls under way raise BrowserFault; the next page comes from a new browser."""
-    pids = chromium_pids() if victim == "browser" else [p.pid for p in children(recursive=False)]
+    pids = chromium_pids() if victim == "browser" else [p.pid for p in processes_below(recursive=False)]
     waiting = asyncio.create_task(page.evaluate("() => new Promise(() => {})"))
     await asyncio.sleep(0.1)
     for pid in pids:
@@ -92,7 +81,7 @@ async def test_a_killed_process_is_a_fault_and_replaced(pool: PagePool, page: Pa
 async def test_a_crashed_renderer_is_a_fault(pool: PagePool, page: Page, site: Path) -> None:
     waiting = asyncio.create_task(page.evaluate("() => new Promise(() => {})"))
     await asyncio.sleep(0.1)
-    for process in children():
+    for process in processes_below():
         if "--type=renderer" in process.cmdline():
             process.kill()
     with pytest.raises(BrowserFault):
@@ -117,7 +106,7 @@ async def test_a_browser_is_recycled_and_the_old_one_ends_with_its_last_page(sit
         await pool.release(new, reusable=True)
     finally:
         await pool.close()
-    assert children() == []
+    assert processes_below() == []
 
 
 def test_a_missing_chromium_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_webrl.wire import BlockingClient, Client, RequestFailed, RequestRefused, RequestTimeout, Server, sockets
-from megatron_webrl.wire.messages import ClaimVersion, Done, GetImages, Images, StoreStatus, Version
+from megatron_webrl.wire.messages import PROTOCOL, ClaimVersion, Done, GetImages, Images, StoreStatus, Version
 
 
 async def echo(sender: str, message: GetImages) -> Images:
@@ -83,7 +83,9 @@ async def test_another_run_and_another_protocol_are_refused_with_the_reason(
     old.close()
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"x"], [b"x", b"y"], [msgspec.msgpack.encode([1, "run", 1, "a"]), b"\xc1"]])
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"x"], [b"x", b"y"], [msgspec.msgpack.encode([PROTOCOL, "run", 1, "a"]), b"\xc1"]]
+)
 async def test_malformed_bytes_are_answered_and_counted(server: Server, frames: list[bytes]) -> None:
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
