@@ -69,7 +69,7 @@ def fused_linear_grpo_loss(
         sharded over them, T / ranks each (sequence parallelism): gathered here, `at` counts in the whole.
     weight_grad: float32 [V / ranks, d] to which the weight's gradient is added at once (Megatron's main_grad); autograd
         then sees zeros for it, and the loss must be differentiated with gradient 1.
-    chunk_rows: of logits held at a time; None: 4,096 on CUDA, elsewhere what fits into 64 MB, 256 at least.
+    chunk_rows: of logits held at a time; None: 4,096 on CUDA, elsewhere what fits into 64 MB, 224 at least.
 
     Returns the loss, float32 and the same bits on every rank of the group, which can be differentiated once; and its
     terms.  Raises ValueError for shapes that do not fit, and for a back end that cannot run here.
@@ -187,7 +187,7 @@ class _Head:
 
     def chunks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Place, hidden [C, d], logits float32 [C, V] (in a buffer that the next chunk overwrites), targets as columns."""
-        size = self.chunk_rows or (4096 if hidden.is_cuda else max(256, (16 << 20) // self.columns))
+        size = self.chunk_rows or (4096 if hidden.is_cuda else max(224, (16 << 20) // self.columns))
         first = 0 if self.group is None else self.group.rank() * self.columns
         buffer = torch.empty(min(size, len(hidden)), self.columns, dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), size):
@@ -202,9 +202,13 @@ class _Head:
                 logits.index_fill_(1, self.banned, BANNED)
             yield place, h, logits, targets[place] - first
 
-    def statistics(self, logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log π(target), entropy and log Σ e^z, each [C], over the whole vocabulary: the same bits on every rank."""
-        part = self.rows.statistics(logits, own, self.inverse_temperature)
+    def statistics(
+        self, logits: Tensor, own: Tensor, *, spend: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """log π(target), entropy and log Σ e^z, each [C], over the whole vocabulary: the same bits on every rank.  And, where
+        the logits may be `spend` and were, the maximum of this slice (`Wanted.spent`)."""
+        spend = spend and self.rows.spends
+        part = self.rows.statistics(logits, own, self.inverse_temperature, spend=spend)
         if _size(self.group) == 1:
             top, total, weighted, chosen = part
         else:
@@ -218,7 +222,7 @@ class _Head:
             weighted = (share * (weighteds + shift * totals)).sum(0)
             chosen = chosens.sum(0)
         log_sum = total.log()
-        return (chosen - top) - log_sum, log_sum - weighted / total, top + log_sum
+        return (chosen - top) - log_sum, log_sum - weighted / total, top + log_sum, part[0] if spend else None
 
     def gradients(
         self, hidden: Tensor, weight: Tensor, dlogits: Tensor, hidden_grad: Tensor | None, weight_grad: Tensor | None
@@ -266,13 +270,13 @@ class _FusedLoss(torch.autograd.Function):
         none = torch.zeros(0, device=hidden.device)
         parts: list[tuple[Tensor, ...]] = [(none, none, *objective(none, none, none, none))]
         for place, h, logits, own in head.chunks(hidden, weight, targets):
-            logp, entropy, log_total = head.statistics(logits, own)
+            logp, entropy, log_total, spent = head.statistics(logits, own, spend=not entropy_coef)
             terms = objective(logp, prox_logp[place], behave_logp[place], advantages[place])
             parts.append((logp, entropy, *terms))
             if hidden_grad is None and weight_grad is None:
                 continue
             grad_entropy = torch.full_like(entropy, -entropy_coef * scale) if entropy_coef else None
-            wanted = Wanted(log_total, entropy, terms.grad_logp.float() * scale, grad_entropy)
+            wanted = Wanted(log_total, entropy, terms.grad_logp.float() * scale, grad_entropy, spent)
             dlogits = head.rows.gradient_(logits, own, head.inverse_temperature, wanted, hidden.dtype)
             head.gradients(h, weight, dlogits, None if hidden_grad is None else hidden_grad[place], weight_grad)
         if reduce:
@@ -313,7 +317,7 @@ class _LogprobEntropy(torch.autograd.Function):
         none = torch.zeros(0, device=hidden.device)
         parts = [(none, none, none)]
         for _, _, logits, own in head.chunks(hidden, weight, targets):
-            parts.append(head.statistics(logits, own))
+            parts.append(head.statistics(logits, own)[:3])
         logp, entropy, log_total = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, entropy, log_total)
         ctx.head, ctx.reduce = head, reduce

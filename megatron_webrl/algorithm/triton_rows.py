@@ -77,7 +77,9 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 class TritonRows:
     """See `rows.Rows`."""
 
-    def statistics(self, logits: Tensor, target: Tensor, inverse_temperature: float) -> Tensor:
+    spends = False
+
+    def statistics(self, logits: Tensor, target: Tensor, inverse_temperature: float, *, spend: bool = False) -> Tensor:
         """See `rows.Rows`."""
         rows, columns = logits.shape
         out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
@@ -90,7 +92,7 @@ class TritonRows:
         self, logits: Tensor, target: Tensor, inverse_temperature: float, wanted: Wanted, dtype: torch.dtype
     ) -> Tensor:
         """See `rows.Rows`."""
-        log_total, entropy, grad_logp, grad_entropy = wanted
+        log_total, entropy, grad_logp, grad_entropy, _ = wanted
         rows, columns = logits.shape
         out = logits.view(dtype)[:, :columns]  # a row of bfloat16 lies in the first half of its float32 row
         gradient_kernel[(rows,)](
