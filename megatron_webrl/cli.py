@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit code."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    odd = rest if not hasattr(arguments, "overrides") else [word for word in rest if word.startswith("-")]
+    if odd:
+        hint = " (keys of the configuration are written without dashes)" if any("=" in word for word in odd) else ""
+        parser.error(f"unrecognized arguments: {' '.join(odd)}{hint}")
     if rest:  # key=value after an option
         arguments.overrides += rest
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -64,6 +66,7 @@ def _run_errors() -> tuple[type[BaseException], ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-webrl",
+        allow_abbrev=False,
         description="Asynchronous reinforcement learning for visual web agents, on Megatron.",
         epilog="Configurations are YAML; any key can be overridden as section.key=value. Reference: docs/configuration.md",
     )
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[Any], int], text: str, *, config: bool = True) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.set_defaults(run=run)
         if config:
             sub.add_argument("config", type=Path, metavar="CONFIG", help="YAML file, for example examples/demo.yaml")
@@ -119,7 +122,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from megatron_webrl import launch
 
     if arguments.dry_run:
-        print(launch.dry_run(config))
+        print(launch.dry_run(config, resume=arguments.resume))
         return 0
     with launch.Display(config.name) as display:
         result = launch.train(config, display, resume=arguments.resume)
@@ -166,7 +169,7 @@ def _ledger(arguments: argparse.Namespace) -> int:
     if not file.exists():
         raise UserError(f"RUN={arguments.run_dir} holds no ledger.sqlite: give the run_dir of a run")
     try:
-        ledger = Ledger(file)
+        ledger = Ledger(file, read_only=True)
         print(_account(ledger.account(recount=True)))
         ledger.close()
     except sqlite3.Error as error:

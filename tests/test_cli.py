@@ -101,6 +101,7 @@ def test_resume_needs_a_checkpoint_and_a_fresh_run_an_empty_directory(config: Pa
     refused(train(config), "run_dir", "saved no checkpoint", "remove it")
     (config.parent / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     refused(train(config), "run_dir", "--resume")
+    refused(train(config, "--dry-run"), "run_dir", "--resume")
 
 
 def test_a_run_dir_that_cannot_be_used_is_refused(config: Path, tmp_path: Path) -> None:

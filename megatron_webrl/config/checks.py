@@ -25,7 +25,8 @@ def model_shape(path: Path) -> ModelShape:
     """Read config.json of a Qwen3-VL.  Raises UserError if it is missing, unreadable or of another architecture."""
     file = path / "config.json"
     if not path.is_dir():
-        raise UserError(f"model.path={path} does not exist: give a Hugging Face directory of a Qwen3-VL")
+        what = "is no directory" if path.exists() else "does not exist"
+        raise UserError(f"model.path={path} {what}: give a Hugging Face directory of a Qwen3-VL")
     try:
         data = json.loads(file.read_text())
         if data.get("model_type") != "qwen3_vl":
@@ -57,10 +58,29 @@ def check_files(config: RunConfig) -> ModelShape:
             raise UserError(
                 f"model.path={path} has no {name}: copy the tokenizer and processor files next to the weights"
             )
-    if not list(path.glob("*.safetensors")):
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
         raise UserError(f"model.path={path} has no *.safetensors: give a complete Hugging Face directory")
+    for file in files:
+        _check_whole(file, path)
     check_layout(config, shape)
     return shape
+
+
+def _check_whole(file: Path, model: Path) -> None:
+    """Raises UserError if a safetensors file is not as long as its own header says."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        found = file.stat().st_size
+        if found == 8 + length + end:
+            return
+        problem = f"it has {found} bytes, its header says {8 + length + end}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        problem = f"its header is malformed ({type(error).__name__})"
+    raise UserError(f"model.path={model}: {file.name} is not whole: {problem}: fetch it again")
 
 
 def check_layout(config: RunConfig, shape: ModelShape) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from megatron_webrl.config.models import RunConfig
@@ -36,12 +36,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             raise UserError(f"override {override!r}: write it as key=value, for example replay.eta=1")
     try:
         parsed = OmegaConf.create(text or "{}")
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, AssertionError) as error:
         raise UserError(f"configuration {path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(parsed, DictConfig):
         raise UserError(f"configuration {path}: the top level is a list: give a mapping of sections")
     try:
-        data = OmegaConf.to_container(OmegaConf.merge(parsed, OmegaConf.from_dotlist(list(overrides))), resolve=True)
+        merged = OmegaConf.merge(parsed, OmegaConf.from_dotlist(list(overrides)))
+        data = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except TypeError as error:
+        raise UserError(
+            f"configuration {path} with {' '.join(overrides)}: {' '.join(str(error).split())}: a list is replaced whole, as "
+            "tasks.names=[click-test, focus-text]"
+        ) from None
+    except MissingMandatoryValue as error:
+        raise UserError(f"configuration {path}: {' '.join(str(error).split())} (`???`): give a value") from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = f"configuration {path} with {' '.join(overrides)}" if overrides else f"configuration {path}"
         raise UserError(f"{said}: not readable as YAML: {' '.join(str(error).split())}") from None

@@ -17,7 +17,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused, docstrings describe fields."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -43,6 +43,8 @@ class TasksConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> TasksConfig:
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"tasks.names has {twice[0]!r} more than once: give each task once")
         for key in ("train_seeds", "held_out_seeds", "demonstration_seeds"):
             first, end = getattr(self, key)
             if not 0 <= first < end:
@@ -138,6 +140,17 @@ class EngineConfig(Section):
     """CPU threads of each SGLang where it runs on a CPU; null: all cores."""
     args: dict[str, Any] = {}
     """Further SGLang options, as `name: value` (`attention-backend: fa3`); true means a flag."""
+
+    @model_validator(mode="after")
+    def _ours(self) -> EngineConfig:
+        ours = {"model-path": "model.path", "device": "device", "tp": "engine.tp", "port": "engine.port"}
+        ours |= dict.fromkeys(
+            ("host", "weight-version", "skip-tokenizer-init", "disable-overlap-schedule"), "nothing: it is fixed"
+        )
+        for name in self.args:
+            if key := ours.get(name.replace("_", "-")):
+                raise ValueError(f"engine.args.{name} is the project's own to set: use {key}")
+        return self
 
 
 class ReplayConfig(Section):
@@ -340,7 +353,7 @@ class RunConfig(Section):
     """Shown in logs and wandb."""
     run_dir: Path = Path("runs/run")
     """Everything that the run writes."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of samplers, minibatch order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where torch sees a GPU."""

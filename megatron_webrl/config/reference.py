@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -83,6 +83,8 @@ def _type(annotation: Any, bounds: str = "") -> str:
     if annotation is type(None):
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0], _bounds(arguments[1]))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:

@@ -70,6 +70,7 @@ def place(config: RunConfig, sockets: Path, gpus: Sequence[str]) -> list[RolePla
 def describe(roles: list[RolePlace], config: RunConfig) -> str:
     """The placement as lines for people."""
     lines = ["placement (one machine):"]
+    training = {gpu for role in roles if role.name.startswith("trainer") for gpu in role.gpus}
     for role in roles:
         where = f"GPU {', '.join(role.gpus)}" if role.gpus else "CPU"
         more = ""
@@ -77,5 +78,7 @@ def describe(roles: list[RolePlace], config: RunConfig) -> str:
             more = f"{config.browser.slots} slots in one Chromium"
         elif role.name.startswith("engine"):
             more = f"SGLang, tp {config.engine.tp}"
+            if training & set(role.gpus):
+                more += "; shares a GPU with the trainer: set engine.args.mem-fraction-static to what SGLang may take"
         lines.append(f"  {role.name:<12} {where:<8} {more or role.address}".rstrip())
     return "\n".join(lines)

@@ -74,8 +74,9 @@ def check_surroundings(config: RunConfig) -> list[RolePlace]:
     return place(config, Path("/tmp/mwebrl-RUN"), visible_gpus(config.device))
 
 
-def dry_run(config: RunConfig) -> str:
-    """The resolved configuration and the placement, after all checks."""
+def dry_run(config: RunConfig, *, resume: bool = False) -> str:
+    """The resolved configuration and the placement, after all checks of `train`."""
+    _check_run_dir(Path(config.run_dir), resume)
     return dump(config) + "\n" + describe(check(config), config)
 
 
@@ -254,15 +255,7 @@ def _started(
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
     run_dir = Path(config.run_dir)
-    checkpoint = newest_checkpoint(run_dir) if resume else None
-    if resume and checkpoint is None:
-        raise UserError(
-            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, or give the "
-            "right run_dir"
-        )
-    if not resume and (run_dir / "ledger.sqlite").exists():
-        go_on = "continue it with --resume" if newest_checkpoint(run_dir) else "it saved no checkpoint, so remove it"
-        raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
+    checkpoint = _check_run_dir(run_dir, resume)
     minutes: dict[str, float] = {}
     evaluations: dict[str, EvaluationState] = {}
     evaluating = config.evaluation.episodes > 0
@@ -285,6 +278,20 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
     for state in evaluations.values():
         _write_evaluation(run_dir, state)
     return RunResult(status, evaluations, minutes)
+
+
+def _check_run_dir(run_dir: Path, resume: bool) -> Path | None:
+    """The checkpoint to go on from; None for a fresh run.  Raises UserError if the directory is not fit for that."""
+    checkpoint = newest_checkpoint(run_dir) if resume else None
+    if resume and checkpoint is None:
+        raise UserError(
+            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, or give the "
+            "right run_dir"
+        )
+    if not resume and (run_dir / "ledger.sqlite").exists():
+        go_on = "continue it with --resume" if newest_checkpoint(run_dir) else "it saved no checkpoint, so remove it"
+        raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
+    return checkpoint
 
 
 def evaluate(config: RunConfig, display: Display) -> EvaluationState:

@@ -39,7 +39,10 @@ class IllegalTransition(Exception):
 class Ledger:
     """Open (or create) the ledger at `path`.  Changes are durable after `commit`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if read_only:
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+            return
         self._db = sqlite3.connect(path, isolation_level="DEFERRED", check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")

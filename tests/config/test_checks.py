@@ -20,8 +20,10 @@ def model(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
-    for name in ("tokenizer.json", "preprocessor_config.json", "model.safetensors"):
+    for name in ("tokenizer.json", "preprocessor_config.json"):
         (path / name).write_text("")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     return path
 
 
@@ -34,6 +36,15 @@ def refusal(path: Path, **sections) -> str:
         check(path, **sections)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 30, -1])
+def test_weights_that_were_cut_short_are_named(model: Path, keep: int):
+    """Length and header of a safetensors file are compared before anything starts."""
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = refusal(model)
+    assert "model.safetensors is not whole" in message and "fetch it again" in message
 
 
 def test_whole_directory_passes(model: Path):
@@ -69,7 +80,7 @@ def test_missing_directory(tmp_path: Path):
     """A directory that is not there, or a file, is told as such."""
     assert "does not exist" in refusal(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    assert "does not exist" in refusal(tmp_path / "file")
+    assert "is no directory" in refusal(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ def test_overrides_win_and_later_ones_win(file: Path):
         ("trainer.dtype=float16", ["trainer.dtype='float16'", "'float32' or 'bfloat16'"]),
         ("tasks.names=[]", ["tasks.names=[]", "give at least one"]),
         ("name=../run", ["name='../run'"]),
+        ("tasks.names.0=click-button", ["tasks.names.0=click-button", "replaced whole"]),
+        ("replay.eta=???", ["replay.eta", "give a value"]),
+        ("trainer.optimizer.lr=.inf", ["trainer.optimizer.lr=inf", "finite"]),
+        ("tasks.names=[click-test,click-test]", ["tasks.names", "click-test", "more than once"]),
+        ("engine.args={model-path: x}", ["engine.args.model-path", "use model.path"]),
         ("browser.viewport=[0, 5]", ["browser.viewport.0=0", "greater than 0"]),
         ("trainer.optimizer.betas=[0.9, 1.5]", ["trainer.optimizer.betas.1=1.5", "less than 1"]),
         ("replay.eta", ["replay.eta", "write it as key=value"]),
@@ -158,7 +163,9 @@ def test_absent_file(tmp_path: Path):
 @given(
     eta=st.integers(0, 50),
     lr=st.floats(1e-12, 1.0),
-    names=st.lists(st.text(st.characters(blacklist_categories=["Cs"]), min_size=1), min_size=1, max_size=3),
+    names=st.lists(
+        st.text(st.characters(blacklist_categories=["Cs"]), min_size=1), min_size=1, max_size=3, unique=True
+    ),
     horizon=st.none() | st.floats(1e-6, 1e6),
     executable=st.none() | st.just(Path("/usr/bin/chromium")),
     project=st.text(st.characters(blacklist_categories=["Cs"])),

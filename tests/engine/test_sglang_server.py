@@ -59,14 +59,14 @@ def test_engine_args_pass_through_and_win():
         "enable-metrics": True,
         "sleep-on-idle": False,
         "cuda-graph-bs": [1, 2],
-        "tp": 4,
+        "max_running_requests": 4,
     }
     line = options(command(config(args=args), "cpu", 4000))
     assert line["--attention-backend"] == ["fa3"]
     assert line["--enable-metrics"] == []
     assert "--sleep-on-idle" not in line
     assert line["--cuda-graph-bs"] == ["1", "2"]
-    assert line["--tp"] == ["4"]
+    assert line["--max-running-requests"] == ["4"]
 
 
 def test_environment(monkeypatch):
