@@ -28,6 +28,8 @@ CREATE TRIGGER IF NOT EXISTS issued AFTER INSERT ON attempts BEGIN
 CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF state, reason ON attempts BEGIN
   UPDATE counts SET n = n - 1 WHERE lane = old.lane AND state = old.state AND reason = old.reason;
   INSERT INTO counts VALUES (new.lane, new.state, new.reason, 1) ON CONFLICT DO UPDATE SET n = n + 1; END;
+INSERT INTO counts SELECT lane, state, reason, count(*) FROM attempts
+  WHERE NOT EXISTS (SELECT 1 FROM counts) GROUP BY lane, state, reason; -- a ledger from before they were counted
 CREATE TABLE IF NOT EXISTS numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 """
 
