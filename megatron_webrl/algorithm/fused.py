@@ -187,8 +187,7 @@ class _Head:
 
     def chunks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Place, hidden [C, d], logits float32 [C, V] (in a buffer that the next chunk overwrites), targets as columns."""
-        most = self.chunk_rows or (4096 if hidden.is_cuda else max(224, (16 << 20) // self.columns))
-        size = max(1, -(-len(hidden) // max(1, -(-len(hidden) // most))))  # chunks alike: products of few rows are slow
+        size = self.chunk_rows or (4096 if hidden.is_cuda else max(224, (16 << 20) // self.columns))
         first = 0 if self.group is None else self.group.rank() * self.columns
         buffer = torch.empty(min(size, len(hidden)), self.columns, dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), size):
