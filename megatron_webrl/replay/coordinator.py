@@ -407,7 +407,8 @@ class Coordinator:
             )
         self.book.full = full
         census = self.book.census()
-        idle = full and self.book.training_allowed and not census.running and not census.in_training
+        lacking = census.queued < self.config.replay.groups_per_step  # else the trainer, which may be saving, goes on
+        idle = full and lacking and self.book.training_allowed and not census.running and not census.in_training
         if not idle:
             self._stuck_since = None
         elif self._stuck_since is None:
