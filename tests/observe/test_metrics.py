@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import wandb
 
 from megatron_webrl.config import validate
 from megatron_webrl.observe import JsonlSink, MetricsLogger, WandbSink, read_jsonl
@@ -108,5 +109,6 @@ def test_wandb(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch):
         for step in steps:
             log.log(step, {"loss": 1.0 / (step + 1)})
         assert log.close(timeout=60) == []
+    wandb.teardown()  # its service would live as long as this process, which other tests look for leftovers of
     runs = list(tmp_path.glob("wandb/offline-run-*-abc123/run-abc123.wandb"))
     assert len(runs) == (2 if mode == "offline" else 0)
