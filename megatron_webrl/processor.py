@@ -1,7 +1,7 @@
 """Tokenizer and image processor of a model: one truth for agent, engine client and trainer.
 
 Prompts travel unexpanded (one image_pad an image); how many tokens an image becomes follows from its size alone.
-Only `pixels` needs transformers and torch: browser workers import neither (18 CPU seconds and half a gigabyte each).
+Only `patches` needs transformers and torch: browser workers import neither (18 CPU seconds and half a gigabyte each).
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Processor:
         self.merge_size: int = settings["merge_size"]
         self._size: dict[str, int] = settings["size"]
         self.image_token_id = self._id("<|image_pad|>")
+        self.video_token_id = self.tokenizer.token_to_id("<|video_pad|>")
+        """None where the tokenizer has none."""
         self.end_token_id = self._id(END_TOKEN)
 
     def _id(self, token: str) -> int:
@@ -97,13 +99,31 @@ class Processor:
         repeats[places] = [self.image_tokens(grid) for grid in grids]
         return np.repeat(ids, repeats)
 
-    def pixels(self, images: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Encoded images -> patches float32 [Σ t·h·w, C·T·P·P], normalised, and grids int64 [n, 3]."""
+    def patches(self, image: bytes) -> tuple[Tensor, Grid]:
+        """Encoded image -> its patches uint8 [h·w, C·P·P] (one frame, not normalised) and grid (1, h, w)."""
         from PIL import Image
 
-        decoded = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
-        out = self._image_processor(images=decoded, return_tensors="pt")
-        return out["pixel_values"], out["image_grid_thw"]
+        out = self._image_processor(
+            images=[Image.open(io.BytesIO(image)).convert("RGB")],
+            do_rescale=False,
+            do_normalize=False,
+            return_tensors="pt",
+        )
+        found, (grid,) = out["pixel_values"], out["image_grid_thw"].tolist()
+        frames = found.view(len(found), 3, -1, self.patch_size**2)  # [h·w, C, T, P·P]; the frames of a still are equal
+        return frames[:, :, 0].flatten(1).contiguous(), (grid[0], grid[1], grid[2])
+
+    def normalise(self, patches: Tensor) -> Tensor:
+        """uint8 [n, C·P·P] -> float32 [n, C·P·P], what the image processor gives for one frame, bit by bit."""
+        import torch
+
+        settings = self._image_processor
+        scale = 1.0 / settings.rescale_factor
+        mean, std = (
+            torch.tensor(values, device=patches.device) * scale for values in (settings.image_mean, settings.image_std)
+        )
+        channels = patches.float().view(len(patches), 3, -1)
+        return channels.sub_(mean[:, None]).div_(std[:, None]).flatten(1)
 
     def banned_ids(self) -> np.ndarray:
         """Tokens never sampled, int32 ascending: every special token but the end token, and padded vocabulary rows."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from reference_pixels import reference_pixels
 
 from megatron_webrl.errors import UserError
 from megatron_webrl.processor import Processor, smart_resize
@@ -31,9 +32,21 @@ def png(width: int, height: int) -> bytes:
 def test_grid_from_the_size_alone_equals_what_the_image_processor_makes(
     processor: Processor, size: tuple[int, int]
 ) -> None:
-    pixels, grids = processor.pixels([png(*size)])
+    pixels, grids = reference_pixels(processor.directory, [png(*size)])
     assert tuple(grids[0].tolist()) == processor.grid(*size)
     assert len(pixels) == np.prod(processor.grid(*size))
+
+
+@pytest.mark.parametrize("size", [(160, 210), (500, 320), (97, 203)])
+def test_normalised_patches_are_what_the_image_processor_makes(processor: Processor, size: tuple[int, int]) -> None:
+    """Bit by bit, for each of the two equal frames of a still; as bytes they are 8 times smaller."""
+    pixels, grids = reference_pixels(processor.directory, [png(*size)])
+    patches, grid = processor.patches(png(*size))
+    assert list(grid) == grids[0].tolist()
+    assert 8 * patches.nbytes == pixels.nbytes
+    frames = pixels.view(len(pixels), 3, 2, -1)
+    for frame in range(2):
+        assert frames[:, :, frame].flatten(1).equal(processor.normalise(patches))
 
 
 def test_the_demo_screenshot_is_35_tokens(processor: Processor) -> None:

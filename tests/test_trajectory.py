@@ -111,6 +111,7 @@ def test_trajectory_survives_the_wire(outcome, lane, reward, payload, key):
         reward,
         1,
         38,
+        900,
         0,
         2,
         ["d"],

@@ -92,13 +92,13 @@ def check_layout(config: RunConfig, shape: ModelShape) -> None:
                 f"{key}={tp} does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key-value heads: "
                 f"use one of {[n for n in range(1, shape.kv_heads + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]}"
             )
-    if shape.layers % parallel.pp:
+    try:
+        first = parallel.stage_layers(shape.layers)[0]
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if shape.deepstack > first:
         raise UserError(
-            f"trainer.parallel.pp={parallel.pp} does not divide the model's {shape.layers} decoder layers: "
-            f"use one of {[n for n in range(1, shape.layers + 1) if shape.layers % n == 0]}"
-        )
-    if shape.deepstack > shape.layers // parallel.pp:
-        raise UserError(
-            f"trainer.parallel.pp={parallel.pp} leaves {shape.layers // parallel.pp} decoder layers on the first stage, but "
-            f"{shape.deepstack} take deepstack features: use a smaller pp"
+            f"trainer.parallel.pp={parallel.pp} with first_stage_layers={json.dumps(parallel.first_stage_layers)} leaves "
+            f"{first} decoder layers on the first stage, but {shape.deepstack} take deepstack features: use a smaller pp, or "
+            "give first_stage_layers at least so many"
         )

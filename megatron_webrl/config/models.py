@@ -252,6 +252,9 @@ class ParallelConfig(Section):
     """Tensor-parallel size."""
     pp: int = Field(default=1, gt=0)
     """Pipeline-parallel size; all deepstack layers must be on the first stage."""
+    first_stage_layers: int | None = Field(default=None, gt=0)
+    """Decoder layers of the first pipeline stage, which also holds the vision tower; the other stages share the rest
+    evenly. null: all stages the same."""
     dp: int = Field(default=1, gt=0)
     """Data-parallel size."""
     sequence_parallel: bool = False
@@ -266,11 +269,34 @@ class ParallelConfig(Section):
         """Trainer ranks."""
         return self.tp * self.pp * self.dp
 
+    def stage_layers(self, layers: int) -> list[int]:
+        """Decoder layers of each pipeline stage.  Raises ValueError, naming the keys, if `layers` cannot be cut so."""
+        first = layers // self.pp if self.first_stage_layers is None else self.first_stage_layers
+        each, left = divmod(layers - first, max(1, self.pp - 1))
+        if left or each < (self.pp > 1) or (self.pp == 1 and first != layers):
+            if self.first_stage_layers is None:
+                fit = [n for n in range(1, layers + 1) if layers % n == 0]
+                raise ValueError(
+                    f"trainer.parallel.pp={self.pp} does not divide the model's {layers} decoder layers: use one of {fit}, or "
+                    "set trainer.parallel.first_stage_layers"
+                )
+            fit = [n for n in range(1, layers) if (layers - n) % (self.pp - 1) == 0 and layers - n >= self.pp - 1]
+            raise ValueError(
+                f"trainer.parallel.first_stage_layers={first} leaves {layers - first} of the model's {layers} decoder layers, "
+                f"which the other {self.pp - 1} stages cannot share evenly: use one of {fit}"
+            )
+        return [first, *[each] * (self.pp - 1)]
+
     @model_validator(mode="after")
     def _layout(self) -> ParallelConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "trainer.parallel.sequence_parallel=true needs trainer.parallel.tp > 1 (it is 1): set tp or switch it off"
+            )
+        if self.first_stage_layers is not None and self.pp == 1:
+            raise ValueError(
+                f"trainer.parallel.first_stage_layers={self.first_stage_layers} needs trainer.parallel.pp > 1 (it is 1): set "
+                "pp or leave it out"
             )
         return self
 
@@ -285,8 +311,14 @@ class TrainerConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations of the language model that the backward pass computes again instead of keeping: `selective`: those of the
     MLPs; `full`: all but each layer's input, a third more computation."""
+    packing: bool = True
+    """Rows of a micro-batch lie end to end in one sequence, none seeing another; false pads them to the longest."""
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)
-    """Rows of a micro-batch, padded to its longest, hold at most so many tokens."""
+    """Most tokens of a micro-batch, padding included; a longer row is alone."""
+    pixel_bytes: int = Field(default=4 << 30, gt=0)
+    """Bound of the decoded screenshots that the lead of a data-parallel shard keeps (uint8, 3 MB at 1280 × 768)."""
+    image_threads: int | None = Field(default=None, gt=0)
+    """Threads a lead that decode screenshots as they arrive; null: the machine's cores divided by the leads on it."""
     steps: int = Field(default=300, gt=0)
     """Train steps of the run."""
     max_minutes: float | None = Field(default=None, gt=0)
@@ -344,6 +376,8 @@ class ObserveConfig(Section):
     """Write the spans of every role, for the timeline."""
     record_every: int = Field(default=50, gt=0)
     """Every n-th group is kept with its screenshots under `trajectories/`."""
+    record_batches: bool = False
+    """Every batch that is trained is kept whole, screenshots too, under `batches/`, for `train_only`; nothing deletes it."""
 
 
 class RunConfig(Section):
@@ -357,6 +391,10 @@ class RunConfig(Section):
     """Of samplers, minibatch order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA where torch sees a GPU."""
+    train_only: Path | None = None
+    """`batches/` of a run: `train` trains on what was recorded there, in order, without rollouts and evaluation."""
+    rollout_only: bool = False
+    """`train` records `trainer.steps` batches under `batches/` with the weights of `model.path`, and trains nothing."""
     model: ModelConfig
     tasks: TasksConfig
     agent: AgentConfig = AgentConfig()
@@ -372,6 +410,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross(self) -> RunConfig:
+        if self.rollout_only and self.train_only is not None:
+            raise ValueError(
+                f"rollout_only=true leaves training out, and train_only={self.train_only} the rollouts: set one of them"
+            )
         if self.algorithm.minibatches > self.replay.groups_per_step:
             raise ValueError(
                 f"algorithm.minibatches={self.algorithm.minibatches} exceeds replay.groups_per_step="

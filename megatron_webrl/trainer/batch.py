@@ -1,23 +1,19 @@
-"""Rows to micro-batches: expanded prompts, M-RoPE positions, images decoded once, padding within a token budget."""
+"""Rows to micro-batches within a token budget: expanded prompts, M-RoPE positions, packed end to end or padded."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_webrl.errors import UserError
 from megatron_webrl.processor import Grid, Processor
 from megatron_webrl.trajectory import FLOAT32, INT32, ImageRef, Trajectory, decode_steps, unpack
 
-PIXEL_CACHE_BYTES = 1 << 30
-"""Decoded pixels kept within a step; what does not fit is decoded again."""
 LENGTH_BUCKET = 64
-"""Rows whose lengths round to the same multiple may share a micro-batch in the order of their images."""
+"""Among rows whose lengths round to the same multiple, those with the same images come together."""
 
 
 @dataclass
@@ -34,14 +30,16 @@ class Row:
     versions: np.ndarray
     """int32 [R]."""
     advantage: float
-    group_id: int
+    name: str
+    """Which step of which episode it is, for messages."""
     begins: bool = True
     """Whether it is its trajectory's first row: it counts the episode."""
 
 
 def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
     """The rows of a trajectory, each step of it with `advantage`; steps without response tokens are left out."""
-    steps = [step for step in decode_steps(trajectory.payload) if step.response_ids]
+    steps = [(i, step) for i, step in enumerate(decode_steps(trajectory.payload)) if step.response_ids]
+    key = trajectory.assignment
     return [
         Row(
             prompt_ids=unpack(step.prompt_ids, INT32),
@@ -50,10 +48,10 @@ def rows_of(trajectory: Trajectory, advantage: float) -> list[Row]:
             behave_logprobs=unpack(step.logprobs, FLOAT32),
             versions=unpack(step.versions, INT32),
             advantage=advantage,
-            group_id=trajectory.assignment.group_id,
+            name=f"group {key.group_id}, episode {key.sample_index}, step {i}",
             begins=number == 0,
         )
-        for number, step in enumerate(steps)
+        for number, (i, step) in enumerate(steps)
     ]
 
 
@@ -79,15 +77,20 @@ class Sample:
 def prepare(row: Row, processor: Processor, banned: np.ndarray) -> Sample:
     """Expand and place a row.  banned: bool [V], tokens never sampled.
 
-    Raises ValueError if image_pad tokens and images differ in number, or if the response holds a token outside the
-    vocabulary or one that is never sampled (its logprob would be −inf).
+    Raises ValueError naming the row if image_pad tokens and images differ in number, if the prompt holds a video, or if
+    the response holds a token outside the vocabulary or one that is never sampled (its logprob would be −inf).
     """
     response = row.response_ids.astype(np.int64)
     if response.size and (response.min() < 0 or response.max() >= len(banned) or banned[response].any()):
         bad = [int(i) for i in response if not 0 <= i < len(banned) or banned[i]]
-        raise ValueError(f"group {row.group_id}: response holds tokens that are never sampled: {bad[:5]}")
+        raise ValueError(f"{row.name}: the response holds tokens that are never sampled: {bad[:5]}")
+    if processor.video_token_id in row.prompt_ids:
+        raise ValueError(f"{row.name}: the prompt holds a video (<|video_pad|>): only images are supported")
     grids = [image.grid for image in row.images]
-    prompt = processor.expand(row.prompt_ids, grids).astype(np.int64)
+    try:
+        prompt = processor.expand(row.prompt_ids, grids).astype(np.int64)
+    except ValueError as error:
+        raise ValueError(f"{row.name}: {error}") from None
     ids = np.concatenate([prompt, response])
     return Sample(
         row=row,
@@ -120,77 +123,51 @@ def mrope_positions(prompt_ids: np.ndarray, response: int, grids: Sequence[Grid]
     return np.concatenate(pieces, axis=1)
 
 
-def pack(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Indices of samples in micro-batches: rows × longest ≤ max_tokens (a longer row is alone).
+def split(samples: Sequence[Sample], max_tokens: int, *, packed: bool) -> list[list[int]]:
+    """Indices of samples in micro-batches of at most `max_tokens` tokens, padding included (a longer row is alone).
 
-    Rows of similar length come together, and among them those with the same images, which are then encoded once.
+    packed: Σ lengths counts, and rows go where there is room, longest first; else rows × longest counts, and rows of
+    similar length come together.  Rows with the same images meet in one micro-batch, which then encodes them once.
     """
     key = [(-(-len(s.ids) // LENGTH_BUCKET), s.digests, len(s.ids), i) for i, s in enumerate(samples)]
-    packs: list[list[int]] = []
+    order = sorted(range(len(samples)), key=key.__getitem__, reverse=packed)
+    bins: list[list[int]] = []
+    if packed:
+        room: list[int] = []
+        for i in order:
+            length = len(samples[i].ids)
+            place = next((b for b, left in enumerate(room) if left >= length), len(bins))
+            if place == len(bins):
+                bins.append([])
+                room.append(max_tokens)
+            bins[place].append(i)
+            room[place] -= length
+        return bins
     longest = 0
-    for i in sorted(range(len(samples)), key=key.__getitem__):
+    for i in order:
         longest = max(longest, len(samples[i].ids))
-        if packs and (len(packs[-1]) + 1) * longest <= max_tokens:
-            packs[-1].append(i)
+        if bins and (len(bins[-1]) + 1) * longest <= max_tokens:
+            bins[-1].append(i)
         else:
-            packs.append([i])
+            bins.append([i])
             longest = len(samples[i].ids)
-    return packs
-
-
-class Pixels:
-    """Pixels of a step's images by digest: decoded when first asked for, the least recently used ones forgotten."""
-
-    def __init__(self, processor: Processor, images: Mapping[str, bytes]) -> None:
-        self.merge_size = processor.merge_size
-        self._processor = processor
-        self._images = images
-        self._decoded: OrderedDict[str, tuple[Tensor, Grid]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, wanted: Mapping[str, Grid]) -> list[Tensor]:
-        """Patches float32 [h·w, C·P·P] (one frame) of each image, in order of `wanted`.
-
-        Raises KeyError for an image that was not fetched, UserError if one has another grid than its reference says.
-        """
-        lacking = [digest for digest in wanted if digest not in self._decoded]
-        if lacking:
-            self._decode(lacking)
-        for digest, grid in wanted.items():
-            if self._decoded[digest][1] != grid:
-                raise UserError(
-                    f"screenshot {digest} becomes {self._decoded[digest][1]} patches, but its reference says {grid}: "
-                    "the trainer's processor files differ from the workers'"
-                )
-            self._decoded.move_to_end(digest)
-        found = [self._decoded[digest][0] for digest in wanted]
-        while self._bytes > PIXEL_CACHE_BYTES:
-            _, (patches, _) = self._decoded.popitem(last=False)
-            self._bytes -= patches.nbytes
-        return found
-
-    def _decode(self, digests: list[str]) -> None:
-        patches, grids = self._processor.pixels([self._images[digest] for digest in digests])
-        frame = self._processor.patch_size**2
-        frames = patches.view(len(patches), 3, -1, frame)  # [Σ h·w, C, T, P·P]; the frames of a still are equal
-        single = frames[:, :, 0].reshape(len(patches), -1)
-        for digest, part, grid in zip(digests, single.split(grids.prod(1).tolist()), grids.tolist(), strict=True):
-            self._decoded[digest] = (part, (grid[0], grid[1], grid[2]))
-            self._bytes += part.nbytes
+    return bins
 
 
 @dataclass
 class MicroBatch:
-    """Rows padded on the right.  S: padded length, B: rows, N: response tokens."""
+    """Rows end to end (packed: B = 1) or padded on the right.  S: padded length, B: rows, N: response tokens."""
 
     ids: Tensor
     """int64 [B, S]."""
     positions: Tensor
-    """int64 [3, B, S]."""
+    """int64 [3, B, S]: of each row by itself."""
+    ends: Tensor | None
+    """int32 [rows + 1] on the host: where packed rows begin and end in S; None if padded."""
+    images: dict[str, Grid]
+    """Distinct images by digest, those of one size together; empty on later pipeline stages."""
     patches: Tensor
-    """float32 [Σ h·w, C·P·P] of the distinct images, those of one size together; empty on later pipeline stages."""
-    grids: list[Grid]
-    """Of the distinct images."""
+    """float32 [Σ h·w, C·P·P] of `images`, normalised; filled in later."""
     image_places: Tensor
     """int64: image tokens, as indices into [S, B] flattened."""
     image_features: Tensor
@@ -204,53 +181,67 @@ class MicroBatch:
 
 
 def collate(
-    samples: Sequence[Sample], index: Sequence[int], pixels: Pixels | None, *, multiple: int, device: torch.device
+    samples: Sequence[Sample],
+    index: Sequence[int],
+    *,
+    packed: bool,
+    multiple: int,
+    merge_size: int | None,
+    device: torch.device,
 ) -> MicroBatch:
     """Micro-batch of `samples[i]` for i in index.  With no rows it is one padding row without response tokens, which
     lets a rank without work join the collectives.
 
-    pixels: None on pipeline stages after the first; multiple: S is a multiple of it.
+    multiple: S is a multiple of it; the last packed row is the longer for it, which no other token sees.
+    merge_size: of the image processor; None on pipeline stages after the first, which need no images.
     """
     rows = [samples[i] for i in index]
-    count = max(1, len(rows))
-    length = -(-max([1, *(len(s.ids) for s in rows)]) // multiple) * multiple
-    ids = np.zeros((count, length), np.int64)
-    positions = np.zeros((3, count, length), np.int64)
-    for b, sample in enumerate(rows):
-        ids[b, : len(sample.ids)] = sample.ids
-        positions[:, b, : len(sample.ids)] = sample.positions
+    lengths = [len(s.ids) for s in rows] or [1]
+    length = -(-(sum(lengths) if packed else max(lengths)) // multiple) * multiple
+    count = 1 if packed else len(lengths)
+    first = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if packed else np.arange(count)
+    """Of each row, as an index into [S, B] flattened; its next token is `count` further."""
+    ids = np.zeros(length * count, np.int64)
+    positions = np.zeros((3, length * count), np.int64)
     none = np.zeros(0, np.int64)
-    predictors = [(np.arange(s.tokens) + len(s.ids) - s.tokens - 1) * count + b for b, s in enumerate(rows)]
-    wanted: dict[str, Grid] = {}
-    patches, places, features = torch.empty(0), [none], [none]
-    if pixels is not None:
-        found = {image.digest: image.grid for sample in rows for image in sample.row.images}
-        wanted = dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
-    if pixels is not None and wanted:
-        parts = pixels.get(wanted)
-        patches = torch.cat(parts)
-        first, begin = 0, {}
-        for digest, (t, h, w) in wanted.items():
-            begin[digest] = first
-            first += t * h * w
-        merged = pixels.merge_size**2
-        for b, sample in enumerate(rows):
-            places.append(sample.image_places * count + b)
-            for digest in sample.digests:
-                t, h, w = wanted[digest]
-                features.append(begin[digest] // merged + np.arange(t * h * w // merged))
+    places, features, predictors = [none], [none], [none]
+    images, begin = _distinct(rows, merge_size) if merge_size is not None else ({}, {})
+    for start, sample in zip(first, rows, strict=False):
+        at = start + np.arange(len(sample.ids)) * count
+        ids[at] = sample.ids
+        positions[:, at] = sample.positions
+        predictors.append(at[len(at) - sample.tokens - 1 : -1])
+        if images:
+            places.append(at[sample.image_places])
+            features += [np.arange(*begin[digest]) for digest in sample.digests]
+    ends = None
+    if packed:
+        ends = torch.from_numpy(np.append(first, length).astype(np.int32))
 
     def to(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return MicroBatch(
-        ids=to(ids),
-        positions=to(positions),
-        patches=patches.to(device),
-        grids=list(wanted.values()),
+        ids=to(ids.reshape(length, count).T),
+        positions=to(positions.reshape(3, length, count).transpose(0, 2, 1)),
+        ends=ends,
+        images=images,
+        patches=torch.empty(0),
         image_places=to(np.concatenate(places)),
         image_features=to(np.concatenate(features)),
-        predictors=to(np.concatenate([none, *predictors])),
+        predictors=to(np.concatenate(predictors)),
         targets=to(np.concatenate([none, *(s.row.response_ids.astype(np.int64) for s in rows)])),
         index=list(index),
     )
+
+
+def _distinct(rows: Sequence[Sample], merge_size: int) -> tuple[dict[str, Grid], dict[str, tuple[int, int]]]:
+    """The rows' images in order of size, and of each the first of its features and their end."""
+    found = {image.digest: image.grid for sample in rows for image in sample.row.images}
+    images = dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+    first, begin = 0, {}
+    for digest, (t, h, w) in images.items():
+        end = first + t * h * w // merge_size**2
+        begin[digest] = (first, end)
+        first = end
+    return images, begin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,12 +45,14 @@ def train_step(
     fetch_images: FetchImages,
     *,
     version: int,
+    costs: Sequence[int] | None = None,
 ) -> StepReport:
-    """Train on whole groups; `group_ids` and `version` (that of the trainer's weights) are the same on every rank.
+    """Train on whole groups; `group_ids`, `version` (that of the trainer's weights) and `costs` (tokens of each group;
+    None: all alike) are the same on every rank.
 
     Only the lead of each data-parallel shard fetches: the groups that its shard meets, and their images.  Minibatches
-    are cut anew each epoch; each is shared out over the shards.  Raises what the fetchers raise, KeyError for a group that
-    was not delivered, ValueError for a malformed row.
+    are cut anew each epoch; each is shared out over the shards by cost.  Raises what the fetchers raise, KeyError for a
+    group that was not delivered, ValueError for a malformed row.
     """
     settings, layout = trainer.config.algorithm, trainer.layout
     started = time.perf_counter()
@@ -58,17 +60,20 @@ def train_step(
     updates = minibatch_order(
         len(group_ids), epochs=settings.epochs, minibatches=settings.minibatches, generator=trainer.generator
     )
-    own_first = share_out(range(len(group_ids)), layout.dp)[layout.dp_rank]
-    own_updates = [share_out(update, layout.dp)[layout.dp_rank] for update in updates]
+    weights = [1] * len(group_ids) if costs is None else costs
+    first = share_out(range(len(group_ids)), weights, layout.dp)
+    homes = {position: shard for shard, share in enumerate(first) for position in share}
+    own_first = first[layout.dp_rank]
+    own_updates = [share_out(update, weights, layout.dp, homes)[layout.dp_rank] for update in updates]
     needed = sorted({position for share in (own_first, *own_updates) for position in share})
     fetched = fetch_groups([group_ids[p] for p in needed]) if layout.leads and needed else []
     groups = dict(zip(needed, _in_order(layout.to_shard(fetched), [group_ids[p] for p in needed]), strict=True))
     samples = {p: [trainer.prepare(row) for row in group_rows(group, settings)] for p, group in groups.items()}
-    pixels = trainer.fetch_pixels([s for part in samples.values() for s in part], fetch_images)
+    trainer.load_images([s for part in samples.values() for s in part], fetch_images)
     fetched_at = time.perf_counter()
 
     mine = [s for p in own_first for s in samples[p]]
-    forward = trainer.forward(mine, pixels)
+    forward = trainer.forward(mine)
     sums, largest, oldest = _step_sums([groups[p] for p in own_first], mine, forward, version, reports=layout.reports)
     keys = [(p, i) for p in own_first for i in range(len(samples[p]))]
     known = {key: logp for key, (logp, _) in zip(keys, forward, strict=True)} if layout.reports else {}
@@ -85,7 +90,7 @@ def train_step(
         batch = [s for p in share for s in samples[p]]
         prox = [proximal[p, i] for p in share for i in range(len(samples[p]))]
         loss = _loss(trainer, batch, prox)
-        done.append(trainer.update(batch, pixels, loss, reported=len(_UPDATE_SUMS), count=count))
+        done.append(trainer.update(batch, loss, reported=len(_UPDATE_SUMS), count=count))
     finished = time.perf_counter()
 
     metrics = _step_metrics(dict(zip(_STEP_SUMS, layout.sum(sums).tolist(), strict=True)), largest, oldest)

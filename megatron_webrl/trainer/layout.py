@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,7 @@ class Layout:
             distributed_timeout_minutes=math.ceil(config.trainer.collective_timeout_s / 60),
         )
         model_parallel_cuda_manual_seed(config.seed)
+        self.parallel = parallel
         self.rank, self.world_size = rank, world_size
         self.tp, self.tp_rank = parallel.tp, parallel_state.get_tensor_model_parallel_rank()
         self.pp, self.pp_rank = parallel.pp, parallel_state.get_pipeline_model_parallel_rank()
@@ -59,12 +61,18 @@ class Layout:
         """Whether this rank alone, of its model-parallel group, accounts for its tokens."""
         self._world = self._host_group(list(range(world_size)))
         self._shard = self._host_groups_of(parallel_state.get_model_parallel_group())
-        self._stage = self._host_groups_of(parallel_state.get_tensor_model_parallel_group())
+        self.leads_here = self._leads_here()
+        """Leads on this machine, which share its cores."""
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
         """Tensor-parallel ranks, in order of the slices they hold."""
         return parallel_state.get_tensor_model_parallel_group()
+
+    def _leads_here(self) -> int:
+        return sum(
+            leads for host, leads in self.gather((socket.gethostname(), self.leads)) if host == socket.gethostname()
+        )
 
     def _host_group(self, ranks: list[int]) -> Any:
         return dist.new_group(ranks, backend="gloo", timeout=self.timeout)
@@ -84,9 +92,15 @@ class Layout:
         """The lead's picklable `value` on all ranks of its data-parallel shard."""
         return self._broadcast(value, self._shard)
 
-    def to_stage(self, value: Any) -> Any:
-        """The picklable `value` of tensor-parallel rank 0 on all ranks of its pipeline stage and shard."""
-        return self._broadcast(value, self._stage)
+    def to_stage(self, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """The uint8 `values` of tensor-parallel rank 0 on the device of all ranks of its pipeline stage and shard; only
+        their shape has to be known there."""
+        values = (
+            values.to(self.device) if self.tp_rank == 0 else torch.empty(shape, dtype=torch.uint8, device=self.device)
+        )
+        if self.tp > 1:
+            dist.broadcast(values, src=parallel_state.get_tensor_model_parallel_src_rank(), group=self.tp_group)
+        return values
 
     def _broadcast(self, value: Any, group: Any) -> Any:
         ranks = dist.get_process_group_ranks(group)

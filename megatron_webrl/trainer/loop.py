@@ -357,5 +357,5 @@ def _row(prompt: _Prompt, reply: Generated) -> Row:
         behave_logprobs=unpack(reply.logprobs, FLOAT32),
         versions=unpack(reply.versions, INT32),
         advantage=0.0,
-        group_id=-1,
+        name="the reply to a probe",
     )

@@ -46,11 +46,11 @@ class Shapes(NamedTuple):
     tied: bool
 
 
-def table(shapes: Shapes, vision_names: Sequence[str], *, stages: int, fused_norms: bool) -> list[Entry]:
+def table(shapes: Shapes, vision_names: Sequence[str], *, stages: Sequence[int], fused_norms: bool) -> list[Entry]:
     """All entries of a model, in order of stages.
 
-    vision_names: the Hugging Face names under `model.visual.`, kept as they are; fused_norms: transformer-engine's
-    layers, where the norm before a linear layer is part of it.
+    vision_names: the Hugging Face names under `model.visual.`, kept as they are; stages: decoder layers of each pipeline
+    stage; fused_norms: transformer-engine's layers, where the norm before a linear layer is part of it.
     """
     text = "model.language_model."
     entries = [Entry(name.removeprefix("model."), (name,), Slicing.WHOLE, 0) for name in sorted(vision_names)]
@@ -58,9 +58,8 @@ def table(shapes: Shapes, vision_names: Sequence[str], *, stages: int, fused_nor
     entries.append(Entry("language_model.embedding.word_embeddings.weight", (embedding,), Slicing.VOCAB, 0))
     input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
-    per_stage = shapes.layers // stages
-    for layer in range(shapes.layers):
-        stage, local = divmod(layer, per_stage)
+    places = [(stage, local) for stage, count in enumerate(stages) for local in range(count)]
+    for layer, (stage, local) in enumerate(places):
         for megatron, hf, slicing in (
             (input_norm, ["input_layernorm"], Slicing.WHOLE),
             ("self_attention.linear_qkv.weight", [f"self_attn.{x}_proj" for x in "qkv"], Slicing.QKV),
@@ -73,12 +72,12 @@ def table(shapes: Shapes, vision_names: Sequence[str], *, stages: int, fused_nor
         ):
             names = tuple(f"{text}layers.{layer}.{name}.weight" for name in hf)
             entries.append(Entry(f"language_model.decoder.layers.{local}.{megatron}", names, slicing, stage))
-    last = stages - 1
+    last = len(stages) - 1
     entries.append(Entry("language_model.decoder.final_layernorm.weight", (f"{text}norm.weight",), Slicing.WHOLE, last))
     head = "language_model.output_layer.weight"
     if not shapes.tied:
         entries.append(Entry(head, ("lm_head.weight",), Slicing.VOCAB, last))
-    elif stages > 1:
+    elif last:
         entries.append(Entry(head, (embedding,), Slicing.VOCAB, last, exported=False))
     return entries
 

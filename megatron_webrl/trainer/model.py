@@ -6,19 +6,18 @@ there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,13 +33,16 @@ from megatron_webrl.trainer.mapping import padded_vocab
 from megatron_webrl.trainer.vision import VisionTower
 
 
-def has_transformer_engine() -> bool:
-    """Whether transformer-engine's layers can be used: CUDA is there and it imports (else it may raise RuntimeError)."""
+@functools.cache
+def layer_spec() -> tuple[Literal["transformer_engine", "local"], str]:
+    """Whose decoder layers are used, and why: transformer-engine's where CUDA is there and it imports."""
+    if not torch.cuda.is_available():
+        return "local", "no GPU"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception:
-        return False
-    return torch.cuda.is_available()
+    except Exception as error:  # without its libraries it raises RuntimeError and worse
+        return "local", f"transformer-engine does not import: {' '.join(str(error).split())[:200]}"
+    return "transformer_engine", "a GPU, and transformer-engine imports"
 
 
 def transformer_config(
@@ -88,6 +90,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_modules=["mlp"]
         if recompute == "selective"
@@ -185,9 +188,9 @@ class Qwen3VL(MegatronModule):
         hidden = deepstack = None
         if self.pre_process:
             hidden = self.language_model.embedding(input_ids=batch.ids, position_ids=None)  # [S, B, H]
-            if batch.grids:
+            if batch.images:
                 assert self.visual is not None
-                features, deep = self.visual(batch.patches, batch.grids)
+                features, deep = self.visual(batch.patches, list(batch.images.values()))
                 deepstack = torch.stack([_place(torch.zeros_like(hidden), batch, f) for f in deep])  # [K, S, B, H]
                 hidden = _place(hidden, batch, features)
             elif self.overlap_grad_reduce and torch.is_grad_enabled():
@@ -202,10 +205,20 @@ class Qwen3VL(MegatronModule):
             position_ids=batch.positions,
             attention_mask=None,
             decoder_input=hidden,
+            packed_seq_params=None if batch.ends is None else _packed(batch.ends, batch.ids.device),
             extra_block_kwargs=None if deepstack is None else {"context": deepstack},
             output_processor=_head_output,
             output_processor_context=(head, batch.predictors),
         )
+
+
+def _packed(ends: Tensor, device: torch.device) -> PackedSeqParams:
+    """Rows end to end in one sequence, none of which attends to another."""
+    longest = int(ends.diff().max())
+    ends = ends.to(device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def _place(hidden: Tensor, batch: MicroBatch, features: Tensor) -> Tensor:
@@ -280,23 +293,38 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(torch.nn.Module):
-    """torch's scaled dot product attention: no S × S matrix, rows padded on the right need no mask."""
+    """torch's scaled dot product attention: no S × S matrix, and each packed row by itself; rows padded on the right need
+    no mask."""
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads · D]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads · D]; packed: without B."""
+        if packed_seq_params is None:
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            return _causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        rows = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (query, key, value)), strict=True)
+        return torch.cat([_causal(*row)[0] for row in rows], dim=1).transpose(0, 1).flatten(1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B, heads, S, D], k and v [B, groups, S, D] -> [B, heads, S, D]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Decoder layers of this stage: transformer-engine's where they run, else local ones."""
-    if has_transformer_engine():
+    """Decoder layers of this stage."""
+    if layer_spec()[0] == "transformer_engine":
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
         for layer in block.layer_specs:
             layer.module = DeepstackLayer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +23,15 @@ from megatron_webrl.algorithm import LossTerms, fused_linear_grpo_loss, linear_l
 from megatron_webrl.config import OptimizerConfig, RunConfig
 from megatron_webrl.processor import Processor
 from megatron_webrl.trainer import checkpoint, grpo, sft
-from megatron_webrl.trainer.batch import MicroBatch, Pixels, Row, Sample, collate, pack, prepare
+from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, collate, prepare, split
 from megatron_webrl.trainer.layout import Layout
-from megatron_webrl.trainer.model import OutputLayer, Qwen3VL, has_transformer_engine, transformer_config
+from megatron_webrl.trainer.model import OutputLayer, Qwen3VL, layer_spec, transformer_config
+from megatron_webrl.trainer.pixels import PixelStore
 from megatron_webrl.trainer.schedule import learning_rate
 from megatron_webrl.trainer.weights import HuggingFaceWeights, write_directory
 from megatron_webrl.trajectory import Group
+
+log = logging.getLogger(__name__)
 
 FetchGroups = Callable[[list[int]], list[Group]]
 FetchImages = Callable[[list[str]], dict[str, bytes]]
@@ -76,17 +81,25 @@ class PolicyTrainer:
         self.layout = Layout(
             config, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
         )
+        self.pixels = self._pixel_store() if self.layout.leads else None
+        """Screenshots of what this shard trains on, on its lead."""
         try:
             self._build()
         except BaseException:
             self.layout.close()
             raise
 
+    def _pixel_store(self) -> PixelStore:
+        threads = self.config.trainer.image_threads or max(1, (os.cpu_count() or 1) // self.layout.leads_here)
+        return PixelStore(self.processor, threads=threads, limit_bytes=self.config.trainer.pixel_bytes)
+
     def _build(self) -> None:
         config, layout, parallel = self.config, self.layout, self.config.trainer.parallel
         hf = Qwen3VLConfig.from_pretrained(config.model.path)
         dtype = torch.bfloat16 if config.trainer.dtype == "bfloat16" else torch.float32
-        self.weights = HuggingFaceWeights(config.model.path, hf, layout, fused_norms=has_transformer_engine())
+        spec, why = layer_spec()
+        log.info("decoder layers: %s (%s)", spec, why)
+        self.weights = HuggingFaceWeights(config.model.path, hf, layout, fused_norms=spec == "transformer_engine")
         megatron_config = transformer_config(hf, parallel, dtype, recompute=config.trainer.recompute)
         self.model = Qwen3VL(
             megatron_config,
@@ -137,10 +150,16 @@ class PolicyTrainer:
     # What others call
 
     def train_step(
-        self, group_ids: list[int], fetch_groups: FetchGroups, fetch_images: FetchImages, *, version: int
+        self,
+        group_ids: list[int],
+        fetch_groups: FetchGroups,
+        fetch_images: FetchImages,
+        *,
+        version: int,
+        costs: Sequence[int] | None = None,
     ) -> grpo.StepReport:
         """epochs × minibatches GRPO updates on whole groups; see `grpo.train_step`."""
-        return grpo.train_step(self, group_ids, fetch_groups, fetch_images, version=version)
+        return grpo.train_step(self, group_ids, fetch_groups, fetch_images, version=version, costs=costs)
 
     def sft_step(self, rows: list[Row], fetch_images: FetchImages) -> dict[str, float]:
         """One update on the token mean of the cross entropy; see `sft.sft_step`."""
@@ -150,7 +169,8 @@ class PolicyTrainer:
         """log π of each row's response tokens, float32 [R].  `rows` and the result are the same on every rank."""
         mine = range(self.layout.dp_rank, len(rows), self.layout.dp)
         samples = [self.prepare(rows[i]) for i in mine]
-        found = self.forward(samples, self.fetch_pixels(samples, fetch_images))
+        self.load_images(samples, fetch_images)
+        found = self.forward(samples)
         known = {i: logp for i, (logp, _) in zip(mine, found, strict=False)} if self.layout.reports else {}
         merged = {i: logp for part in self.layout.gather(known) for i, logp in part.items()}
         return [merged[i] for i in range(len(rows))]
@@ -177,6 +197,8 @@ class PolicyTrainer:
 
     def close(self) -> None:
         """Leave the process groups."""
+        if self.pixels is not None:
+            self.pixels.close()
         self.layout.close()
 
     # What the steps are made of
@@ -185,18 +207,19 @@ class PolicyTrainer:
         """See `batch.prepare`."""
         return prepare(row, self.processor, self.banned)
 
-    def fetch_pixels(self, samples: Sequence[Sample], fetch_images: FetchImages) -> Pixels | None:
-        """The images of this shard's samples: fetched by its lead, handed to its first stage; None on later stages."""
-        if not self.layout.first_stage:
-            return None
-        digests = sorted({digest for sample in samples for digest in sample.digests})
-        images = fetch_images(digests) if self.layout.leads and digests else {}
-        return Pixels(self.processor, self.layout.to_stage(images))
+    def load_images(self, samples: Sequence[Sample], fetch_images: FetchImages) -> None:
+        """Fetch, on the lead, those images of this shard's samples that are not here yet, and begin to decode them."""
+        if self.pixels is None:
+            return
+        digests = {digest for sample in samples for digest in sample.digests}
+        if lacking := self.pixels.lacking(digests):
+            self.pixels.add(fetch_images(lacking))
+        self.pixels.begin_step(digests)
 
     @torch.no_grad()
-    def forward(self, samples: Sequence[Sample], pixels: Pixels | None) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Logprobs and entropies, float32 [R] each, of this shard's samples: on the last stage; empty elsewhere."""
-        packs = pack(samples, self.config.trainer.max_tokens_per_microbatch) or [[]]
+    def forward(self, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Logprobs and entropies, float32 [R] each, of this shard's samples: on the last stage; empty elsewhere.  Their
+        images must have been loaded."""
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
@@ -209,7 +232,7 @@ class PolicyTrainer:
 
             return model(batch, head), collect
 
-        parts = self._run(step, samples, packs, pixels, forward_only=True)
+        parts = self._run(step, samples, forward_only=True)
         out: list[Any] = [None] * len(samples) if self.layout.last_stage else []
         for index, found in parts:
             for i, part in zip(index, found.split([samples[i].tokens for i in index], dim=1), strict=True):
@@ -219,20 +242,18 @@ class PolicyTrainer:
     def update(
         self,
         samples: Sequence[Sample],
-        pixels: Pixels | None,
         loss: Loss,
         *,
         reported: int,
         count: Callable[[Sample], int] = lambda sample: sample.tokens,
     ) -> Update:
-        """One optimizer update on this shard's `samples` and those of the other shards.
+        """One optimizer update on this shard's `samples`, whose images must have been loaded, and those of the other shards.
 
         The gradient is that of the summed losses divided by the sum of `count` over all samples of all shards (the response
         tokens), whatever the layout and the micro-batches.  reported: K, how many sums `loss` reports.
         """
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packs = pack(samples, self.config.trainer.max_tokens_per_microbatch) or [[]]
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches)
@@ -249,7 +270,7 @@ class PolicyTrainer:
 
             return model(batch, head), reduce
 
-        parts = self._run(step, samples, packs, pixels, forward_only=False)
+        parts = self._run(step, samples, forward_only=False)
         totals = torch.zeros(reported + 1, dtype=torch.float64)
         if self.layout.reports:
             totals[0] = sum(count(s) for s in samples)
@@ -311,25 +332,36 @@ class PolicyTrainer:
             group["lr"] = lr
         return lr
 
-    def _run(
-        self,
-        step: Callable[..., Any],
-        samples: Sequence[Sample],
-        packs: list[list[int]],
-        pixels: Pixels | None,
-        *,
-        forward_only: bool,
-    ) -> list[Any]:
+    def _run(self, step: Callable[..., Any], samples: Sequence[Sample], *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over micro-batches, each made when its turn comes."""
-        multiple = self.layout.tp if self.config.trainer.parallel.sequence_parallel else 1
-        batches = (collate(samples, p, pixels, multiple=multiple, device=self.layout.device) for p in packs)
+        settings = self.config.trainer
+        parts = split(samples, settings.max_tokens_per_microbatch, packed=settings.packing) or [[]]
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=batches,
+            data_iterator=(self._micro_batch(samples, part) for part in parts),
             model=[self._ddp],
-            num_microbatches=len(packs),
+            num_microbatches=len(parts),
             seq_length=1,  # shapes are exchanged, since they vary
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _micro_batch(self, samples: Sequence[Sample], part: Sequence[int]) -> MicroBatch:
+        layout, settings = self.layout, self.config.trainer
+        batch = collate(
+            samples,
+            part,
+            packed=settings.packing,
+            multiple=layout.tp if settings.parallel.sequence_parallel else 1,
+            merge_size=self.processor.merge_size if layout.first_stage else None,
+            device=layout.device,
+        )
+        if batch.images:  # decoded by the lead alone, and sent on as bytes
+            patches = torch.empty(0)
+            if self.pixels is not None:
+                patches = torch.cat(self.pixels.get(batch.images))
+            rows = sum(h * w for _, h, w in batch.images.values())
+            patches = layout.to_stage(patches, (rows, 3 * self.processor.patch_size**2))
+            batch.patches = self.processor.normalise(patches)
+        return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -33,15 +33,22 @@ def minibatch_order(groups: int, *, epochs: int, minibatches: int, generator: np
     return updates
 
 
-def share_out(positions: Sequence[int], shards: int) -> list[list[int]]:
-    """Groups of a minibatch over data-parallel shards, evenly.  A group goes to shard `position mod shards` while that
-    has room, so that in every epoch a shard meets mostly the groups that it has fetched."""
-    room = -(-len(positions) // shards)
+def share_out(
+    positions: Sequence[int], costs: Sequence[int], shards: int, homes: Mapping[int, int] | None = None
+) -> list[list[int]]:
+    """Groups of a minibatch over data-parallel shards, so that their costs (of all groups, by position) are about equal.
+
+    Each group, the dearest first, goes to the shard with the least so far; but to its home, if that ends up at most a
+    tenth above the mean, so that in every epoch a shard meets mostly the groups that it has fetched.
+    """
+    homes = homes or {}
     shares: list[list[int]] = [[] for _ in range(shards)]
-    homeless: list[int] = []
-    for position in positions:
-        home = shares[position % shards]
-        (home if len(home) < room else homeless).append(position)
-    for position in homeless:
-        min(shares, key=len).append(position)
+    loads = [0] * shards
+    room = 1.1 * sum(costs[p] for p in positions) / shards
+    for position in sorted(positions, key=lambda p: (-costs[p], p)):
+        shard = homes.get(position, -1)
+        if shard < 0 or loads[shard] + costs[position] > room:
+            shard = loads.index(min(loads))
+        shares[shard].append(position)
+        loads[shard] += costs[position]
     return shares

@@ -21,13 +21,13 @@ def sft_step(trainer: PolicyTrainer, rows: list[Row], fetch_images: FetchImages)
     """
     lr = trainer.advance_lr()
     samples = [trainer.prepare(row) for row in rows[trainer.layout.dp_rank :: trainer.layout.dp]]
-    pixels = trainer.fetch_pixels(samples, fetch_images)
+    trainer.load_images(samples, fetch_images)
 
     def cross_entropy(output: OutputLayer, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         logp, _ = trainer.logprob_entropy(output, batch.targets)
         return -logp.sum(), -logp.detach().double().sum()[None]
 
-    update = trainer.update(samples, pixels, cross_entropy, reported=1)
+    update = trainer.update(samples, cross_entropy, reported=1)
     return {
         "sft/loss": float(update.sums[0]) / max(1, update.denominator),
         "sft/grad_norm": update.grad_norm,

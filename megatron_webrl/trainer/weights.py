@@ -49,7 +49,8 @@ class HuggingFaceWeights:
             tied=bool(hf.tie_word_embeddings),
         )
         vision = [name for name in self._files if name.startswith("model.visual.")]
-        self.entries = table(self.shapes, vision, stages=layout.pp, fused_norms=fused_norms)
+        stages = layout.parallel.stage_layers(text.num_hidden_layers)
+        self.entries = table(self.shapes, vision, stages=stages, fused_norms=fused_norms)
         expected = {name for entry in self.entries for name in entry.hf}
         spare = set(self._files) - expected - ({"lm_head.weight"} if self.shapes.tied else set())
         if lacking := sorted(expected - set(self._files)) or sorted(spare):

@@ -56,6 +56,8 @@ async def test_a_multi_step_episode_types_and_submits(
     assert trajectory.digests == list(images) == [s.images[0].digest for s in steps]
     assert all(image_digest(data) == digest for digest, data in images.items())
     assert trajectory.response_tokens == sum(len(unpack(s.response_ids, INT32)) for s in steps)
+    prompts = [processor.expand(unpack(s.prompt_ids, INT32), [i.grid for i in s.images]) for s in steps]
+    assert trajectory.tokens == trajectory.response_tokens + sum(map(len, prompts))
     for step in steps:
         ids = unpack(step.prompt_ids, INT32)
         assert (ids == processor.image_token_id).sum() == 1

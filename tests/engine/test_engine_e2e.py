@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
+from reference_pixels import reference_pixels
 
 from megatron_webrl.config import SamplingConfig
 from megatron_webrl.engine import EngineUnreachable, GenerationClient
@@ -71,7 +72,7 @@ class Policy:
         extra: dict[str, Any] = {}
         grids: list[Any] = []
         if images:
-            pixels, grid = self.processor.pixels(list(images.values()))
+            pixels, grid = reference_pixels(self.directory, list(images.values()))
             extra = {"pixel_values": pixels, "image_grid_thw": grid}
             grids = [tuple(g) for g in grid.tolist()]
         ids = torch.tensor([*self.processor.expand(prompt, grids).tolist(), *response])[None]

@@ -43,7 +43,7 @@ def result(assignment: Assignment, reward: float, version: int = 0, outcome: Out
     outcome = outcome or (Outcome.SUCCESS if reward else Outcome.FAILURE)
     digests = [f"{assignment.group_id:032x}"]
     return Trajectory(
-        assignment, outcome, "test", reward, 1, 3, version, version, digests, "w", 0.0, 1.0, encode_steps([])
+        assignment, outcome, "test", reward, 1, 3, 5, version, version, digests, "w", 0.0, 1.0, encode_steps([])
     )
 
 

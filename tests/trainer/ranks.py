@@ -24,6 +24,7 @@ from megatron_webrl.trajectory import (
     encode_steps,
     image_digest,
     pack,
+    unpack,
 )  # fmt: skip
 
 
@@ -97,6 +98,10 @@ class Recorded:
                         )
                     )
                 tokens = sum(len(turn.response_ids) // 4 for turn in turns)
+                prompts = sum(
+                    len(processor.expand(unpack(turn.prompt_ids, INT32), [image.grid for image in turn.images]))
+                    for turn in turns
+                )
                 trajectories.append(
                     Trajectory(
                         assignment=Assignment(task, group_id, sample, 0, Lane.TRAIN, 0, 1.0, 60.0),
@@ -105,9 +110,10 @@ class Recorded:
                         reward=float(sample % 2 or rng.integers(2)),
                         num_steps=len(turns),
                         response_tokens=tokens,
+                        tokens=prompts + tokens,
                         min_version=version,
                         max_version=version,
-                        digests=[],
+                        digests=sorted({image.digest for turn in turns for image in turn.images}),
                         worker="w",
                         started_at=0.0,
                         finished_at=0.0,

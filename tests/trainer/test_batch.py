@@ -6,16 +6,14 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from ranks import Recorded
 
-from megatron_webrl.errors import UserError
 from megatron_webrl.processor import Processor
 from megatron_webrl.trainer import rows_of
-from megatron_webrl.trainer.batch import Pixels, collate, pack, prepare
+from megatron_webrl.trainer.batch import collate, prepare, split
 
 CPU = torch.device("cpu")
 
@@ -55,42 +53,74 @@ def test_positions_are_those_of_transformers(recorded: Recorded, processor: Proc
         np.testing.assert_array_equal(sample.positions, expected[:, 0].numpy())
 
 
-def test_packs_hold_every_row_once_within_the_budget(recorded: Recorded, processor: Processor) -> None:
-    """Rows × longest ≤ budget, a longer row alone."""
+def test_micro_batches_hold_every_row_once_within_the_budget(recorded: Recorded, processor: Processor) -> None:
+    """Packed: Σ lengths ≤ budget; padded: rows × longest ≤ budget; a longer row alone.  Packing never needs more."""
     samples = samples_of(recorded, processor)
+    lengths = [len(s.ids) for s in samples]
     for budget in (1, 150, 400, 10_000):
-        packs = pack(samples, budget)
-        assert sorted(chain(*packs)) == list(range(len(samples)))
-        for part in packs:
-            assert len(part) == 1 or len(part) * max(len(samples[i].ids) for i in part) <= budget
-    assert len(pack(samples, 10_000)) == 1
+        found = {}
+        for packed in (True, False):
+            found[packed] = parts = split(samples, budget, packed=packed)
+            assert sorted(chain(*parts)) == list(range(len(samples)))
+            for part in parts:
+                size = sum(lengths[i] for i in part) if packed else len(part) * max(lengths[i] for i in part)
+                assert len(part) == 1 or size <= budget
+        assert len(found[True]) <= len(found[False])
+        if budget >= max(lengths):  # first fit: at most one micro-batch is half empty
+            assert len(found[True]) <= 2 * -(-sum(lengths) // budget)
 
 
-def test_distinct_images_are_encoded_once(recorded: Recorded, processor: Processor) -> None:
-    """A micro-batch holds each picture once, and every image token its own feature."""
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_micro_batch_holds_its_rows(recorded: Recorded, processor: Processor, packed: bool, multiple: int) -> None:
+    """Ids and positions of every row where `ends`, or its padded row, say; each picture once; every image token its own
+    feature; predictors are one before their targets."""
     samples = samples_of(recorded, processor)
-    batch = collate(samples, range(len(samples)), Pixels(processor, recorded.images), multiple=1, device=CPU)
-    distinct = {digest for s in samples for digest in s.digests}
-    assert len(batch.grids) == len(distinct) < sum(len(s.digests) for s in samples)
-    assert sum(h * w for _, h, w in batch.grids) == len(batch.patches)
-    assert batch.grids == sorted(batch.grids)
+    index = [3, 0, 5, 1]
+    batch = collate(samples, index, packed=packed, multiple=multiple, merge_size=processor.merge_size, device=CPU)
+    length = batch.ids.shape[1]
+    assert length % multiple == 0
+    rows = [samples[i] for i in index]
+    for b, sample in enumerate(rows):
+        if packed:
+            assert batch.ends is not None
+            start = int(batch.ends[b])
+            ids, positions = batch.ids[0, start:], batch.positions[:, 0, start:]
+        else:
+            ids, positions = batch.ids[b], batch.positions[:, b]
+        assert ids[: len(sample.ids)].tolist() == sample.ids.tolist()
+        assert positions[:, : len(sample.ids)].tolist() == sample.positions.tolist()
+    if packed:
+        assert batch.ids.shape[0] == 1
+        assert batch.ends is not None and int(batch.ends[-1]) == length < sum(len(s.ids) for s in rows) + multiple
+    distinct = {digest for s in rows for digest in s.digests}
+    assert set(batch.images) == distinct and len(distinct) < sum(len(s.digests) for s in rows)
+    assert list(batch.images.values()) == sorted(batch.images.values())
+    features = sum(h * w for _, h, w in batch.images.values()) // processor.merge_size**2
     flat = batch.ids.transpose(0, 1).reshape(-1)
     assert (flat[batch.image_places] == processor.image_token_id).all()
     assert len(batch.image_places) == len(batch.image_features) == (batch.ids == processor.image_token_id).sum()
-    assert batch.image_features.unique().numel() == len(batch.patches) // processor.merge_size**2
-    assert batch.targets.tolist() == [int(i) for s in samples for i in s.row.response_ids]
+    assert batch.image_features.unique().tolist() == list(range(features))
+    assert batch.targets.tolist() == [int(i) for s in rows for i in s.row.response_ids]
+    assert flat[batch.predictors + len(batch.ids)].tolist() == batch.targets.tolist()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_empty_micro_batch_is_one_padding_row(packed: bool) -> None:
+    batch = collate([], [], packed=packed, multiple=2, merge_size=2, device=CPU)
+    assert batch.ids.shape == (1, 2)
+    assert batch.predictors.numel() == batch.targets.numel() == batch.image_places.numel() == len(batch.images) == 0
 
 
 def test_malformed_rows_are_refused(recorded: Recorded, processor: Processor) -> None:
-    """A banned response token, a missing image, and a grid that the processor does not make."""
+    """A banned response token, a missing image, a video: the error names the step of the episode."""
     banned = np.zeros(processor.vocab_size, bool)
     banned[processor.banned_ids()] = True
-    row = rows_of(recorded.groups[10].trajectories[0], 1.0)[0]
-    with pytest.raises(ValueError, match="never sampled"):
+    row = rows_of(recorded.groups[10].trajectories[1], 1.0)[0]
+    with pytest.raises(ValueError, match=r"group 10, episode 1, step 0: .*never sampled"):
         prepare(replace(row, response_ids=processor.banned_ids()[:2]), processor, banned)
-    with pytest.raises(ValueError, match="image_pad"):
+    with pytest.raises(ValueError, match=r"group 10, episode 1, step 0: .*image_pad"):
         prepare(replace(row, images=[]), processor, banned)
-    image = row.images[0]
-    pixels = Pixels(processor, recorded.images)
-    with pytest.raises(UserError, match="processor files differ"):
-        pixels.get({image.digest: msgspec.structs.replace(image, grid=(1, 2, 2)).grid})
+    video = np.append(row.prompt_ids, np.int32(processor.video_token_id))
+    with pytest.raises(ValueError, match=r"group 10, episode 1, step 0: .*only images"):
+        prepare(replace(row, prompt_ids=video), processor, banned)

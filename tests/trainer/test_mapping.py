@@ -38,7 +38,9 @@ def test_round_trip(slicing: Slicing, heights: list[int], ranks: int) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_names_are_unique(tied: bool, stages: int, fused: bool) -> None:
     """No Megatron name twice on a stage, no exported Hugging Face name twice, all layers there."""
-    entries = table(SHAPES._replace(tied=tied), ["model.visual.x"], stages=stages, fused_norms=fused)
+    entries = table(
+        SHAPES._replace(tied=tied), ["model.visual.x"], stages=[SHAPES.layers // stages] * stages, fused_norms=fused
+    )
     assert len({(e.stage, e.megatron) for e in entries}) == len(entries)
     exported = [name for e in entries if e.exported for name in e.hf]
     assert len(set(exported)) == len(exported)

@@ -38,10 +38,29 @@ def test_every_epoch_trains_every_group_once(groups: int, epochs: int, minibatch
     assert max(map(len, order)) - min(map(len, order)) <= 1
 
 
-@given(positions=st.lists(st.integers(0, 40), unique=True), shards=st.integers(1, 6))
-def test_shares_are_even_and_complete(positions: list[int], shards: int) -> None:
-    """Each group on exactly one shard, none with more than ceil(n / shards)."""
-    shares = share_out(positions, shards)
-    assert len(shares) == shards
-    assert sorted(chain(*shares)) == sorted(positions)
-    assert max(map(len, shares)) <= -(-len(positions) // shards)
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    shards=st.integers(1, 6),
+    taken=st.integers(0, 2**40 - 1),
+)
+def test_shares_are_balanced_and_complete(costs: list[int], shards: int, taken: int) -> None:
+    """Each group on exactly one shard, also of a part of the batch; none has more than a tenth above the mean and one more
+    group, or than the least loaded one and a group."""
+    first = share_out(range(len(costs)), costs, shards)
+    homes = {position: shard for shard, share in enumerate(first) for position in share}
+    part = [p for p in range(len(costs)) if taken >> p & 1]
+    for positions, shares in ((range(len(costs)), first), (part, share_out(part, costs, shards, homes))):
+        assert len(shares) == shards
+        assert sorted(chain(*shares)) == sorted(positions)
+        loads = [sum(costs[p] for p in share) for share in shares]
+        assert max(loads) <= max(1.1 * sum(loads) / shards, sum(loads) / shards + max(costs))
+        assert share_out(part, costs, shards, homes) == share_out(part, costs, shards, homes)
+
+
+def test_equal_costs_give_equal_shares() -> None:
+    """And a group that fits at home stays there."""
+    assert [len(share) for share in share_out(range(8), [5] * 8, 4)] == [2, 2, 2, 2]
+    first = share_out(range(8), [5] * 8, 4)
+    homes = {position: shard for shard, share in enumerate(first) for position in share}
+    again = share_out([7, 3, 1, 0, 2, 4, 5, 6], [5] * 8, 4, homes)
+    assert [set(a) for a in again] == [set(a) for a in first]
