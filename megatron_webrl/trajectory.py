@@ -149,6 +149,8 @@ class Trajectory(msgspec.Struct):
     reward: float
     num_steps: int
     response_tokens: int
+    tokens: int
+    """Σ over its steps with response tokens: prompt, images expanded, and response; what training on it costs."""
     min_version: int
     """Oldest policy version among its response tokens; −1 if it has none."""
     max_version: int
@@ -168,6 +170,16 @@ class Group(msgspec.Struct):
     group_id: int
     task: Task
     trajectories: list[Trajectory]
+
+    @property
+    def tokens(self) -> int:
+        """Σ tokens of its trajectories."""
+        return sum(trajectory.tokens for trajectory in self.trajectories)
+
+    @property
+    def digests(self) -> list[str]:
+        """Every screenshot of its trajectories, without duplicates."""
+        return list(dict.fromkeys(digest for trajectory in self.trajectories for digest in trajectory.digests))
 
 
 _steps_encoder = msgspec.msgpack.Encoder()

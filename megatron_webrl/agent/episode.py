@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -99,6 +100,7 @@ async def run_episode(
         reward=ended.reward,
         num_steps=len(run.steps),
         response_tokens=len(versions),
+        tokens=sum(_step_tokens(step, processor) for step in run.steps),
         min_version=min(versions, default=-1),
         max_version=max(versions, default=-1),
         digests=list(run.images) if trains else [],
@@ -108,6 +110,19 @@ async def run_episode(
         payload=encode_steps(run.steps if trains else []),
     )
     return EpisodeResult(trajectory, run.images if trains else {})
+
+
+def _expanded(prompt_tokens: int, images: Sequence[ImageRef], processor: Processor) -> int:
+    """Tokens of a prompt of `prompt_tokens` once each image_pad is as many as its image has."""
+    return prompt_tokens + sum(processor.image_tokens(image.grid) - 1 for image in images)
+
+
+def _step_tokens(step: Step, processor: Processor) -> int:
+    """Tokens of its row: expanded prompt and response; 0 without a response, for it makes no row."""
+    response = len(unpack(step.response_ids, INT32))
+    if not response:
+        return 0
+    return _expanded(len(unpack(step.prompt_ids, INT32)), step.images, processor) + response
 
 
 def _fault(outcome: Outcome, reason: str, error: Exception) -> _Ended:
@@ -153,8 +168,7 @@ class _Run:
             prompt_ids = self._processor.encode(
                 build_prompt(self._config.agent, observation.utterance, self._past, len(self._window))
             )
-            tokens = len(prompt_ids) + sum(self._processor.image_tokens(i.grid) - 1 for i in self._window)
-            if tokens > self._config.agent.max_prompt_tokens:
+            if _expanded(len(prompt_ids), self._window, self._processor) > self._config.agent.max_prompt_tokens:
                 return _Ended(Outcome.FAILURE, "context_overflow")
             step = await self._ask(prompt_ids, observation)
             self.images[image.digest] = observation.screenshot

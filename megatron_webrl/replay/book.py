@@ -19,6 +19,7 @@ from megatron_webrl.replay.rules import (
     choose_batch,
     episodes_to_issue,
     fate,
+    fresh_groups,
     has_signal,
     lag,
     may_start_group,
@@ -84,6 +85,8 @@ class Book:
         self.recent = deque[float](maxlen=RECENT_EPISODES)
         self.recent_mixed = deque[bool](maxlen=RECENT_GROUPS)
         self.trajectories = 0
+        self.again: deque[Task] = deque()
+        """Tasks that train groups practise before the source is asked: those that a resumed run had begun."""
         self._ledger = ledger
         self._source = task_source
         self._temperature = temperature
@@ -130,7 +133,8 @@ class Book:
         admitted = may_start_group(self.census(), eta=self.config.eta, groups_per_step=self.config.groups_per_step)
         if not self.training_allowed or self.full or evaluating or not admitted:
             return None
-        group_id = self._open_group(self._source.draw(), Lane.TRAIN, self._temperature, self.config.group_size)
+        task = self.again.popleft() if self.again else self._source.draw()
+        group_id = self._open_group(task, Lane.TRAIN, self._temperature, self.config.group_size)
         return group_id, self._open[group_id]
 
     def _open_group(self, task: Task, lane: Lane, temperature: float, size: int, evaluation: str = "") -> int:
@@ -243,8 +247,9 @@ class Book:
             if self._batch[0] == step:
                 return self._batch[1], self._batch[2]
             raise ValueError(f"step {step} is asked for while step {self._batch[0]} is in training")
-        queued = [(i, [t.min_version for t in g.trajectories]) for i, g in sorted(self._queued.items())]
-        ids, stale = choose_batch(queued, version, eta=self.config.eta, groups_per_step=self.config.groups_per_step)
+        ids, stale = choose_batch(
+            self._queue(), version, eta=self.config.eta, groups_per_step=self.config.groups_per_step
+        )
         for group_id in stale:
             self._drop_group(self._queued.pop(group_id), "stale")
         if ids is None:
@@ -255,23 +260,39 @@ class Book:
         self._batch = (step, ids, max(lag(version, t.min_version) for t in members))
         return self._batch[1], self._batch[2]
 
+    def _queue(self) -> list[tuple[int, list[int]]]:
+        return [(i, [t.min_version for t in g.trajectories]) for i, g in sorted(self._queued.items())]
+
+    def upcoming(self, version: int) -> list[Group]:
+        """The groups of which a batch for weights of `version` would be cut now, as far as they are there."""
+        eta, size = self.config.eta, self.config.groups_per_step
+        return [self._queued[i] for i in fresh_groups(self._queue(), version, eta=eta, groups_per_step=size)]
+
     def fetch(self, group_ids: list[int]) -> list[Group]:
         """Groups in training.  Raises KeyError for others."""
         return [self._in_training[i] for i in group_ids]
 
     def trained(self, step: int, applied_updates: int) -> None:
         """The step ended (0 updates: it was skipped) and its weights are published."""
+        if not applied_updates:
+            return self.discard(step, "step_skipped")
+        for group in self._end_batch(step):
+            keys = [t.assignment.key for t in group.trajectories]
+            self._ledger.train(keys)
+            self.freed.extend(keys)
+
+    def discard(self, step: int, reason: str) -> None:
+        """The batch of `step` is not trained, for the named reason."""
+        for group in self._end_batch(step):
+            self._drop_group(group, reason)
+
+    def _end_batch(self, step: int) -> list[Group]:
+        """The groups of the batch, which are in training no more; none if this is a repeat."""
         if self._batch is None or self._batch[0] != step:
-            return  # a repeat
-        for group in self._in_training.values():
-            if applied_updates:
-                keys = [t.assignment.key for t in group.trajectories]
-                self._ledger.train(keys)
-                self.freed.extend(keys)
-            else:
-                self._drop_group(group, "step_skipped")
-        self._in_training = {}
-        self._batch = None
+            return []
+        groups = list(self._in_training.values())
+        self._in_training, self._batch = {}, None
+        return groups
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
@@ -302,6 +323,13 @@ class Book:
         """Train groups by where they are."""
         running = sum(g.lane is Lane.TRAIN for g in self._open.values())
         return Census(running, len(self._queued), len(self._in_training))
+
+    def begun_tasks(self) -> list[Task]:
+        """Tasks of the train groups that were begun and neither trained nor dropped, then those still to be practised
+        again: what the source was asked for and will not give once more."""
+        opened = {i: g.task for i, g in self._open.items() if g.lane is Lane.TRAIN}
+        complete = {i: g.task for i, g in (*self._queued.items(), *self._in_training.items())}
+        return [task for _, task in sorted((opened | complete).items())] + list(self.again)
 
     @property
     def running(self) -> int:

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config import RunConfig
+from megatron_webrl.config import ReplayConfig, RunConfig
 from megatron_webrl.errors import UserError
+from megatron_webrl.replay.batches import remove_batches
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.ledger import Ledger
-from megatron_webrl.replay.recorder import record_group
+from megatron_webrl.replay.recorder import BatchRecorder, record_group
+from megatron_webrl.replay.rows import batch_row, run_row
+from megatron_webrl.replay.state import SavedReplay, broken_state, decode_state, encode_state
+from megatron_webrl.run_directory import checkpoint_path
 from megatron_webrl.tasks import UniformSampler
 from megatron_webrl.trajectory import AttemptKey, Group, Outcome
 from megatron_webrl.wire import Client, Message, Server, WireError
@@ -34,13 +38,16 @@ from megatron_webrl.wire.messages import (
     FetchGroups,
     GetAssignments,
     GetImages,
+    GetReplayState,
     GetStatus,
     Groups,
     Images,
     Lacking,
     ListEngines,
+    ListUpcoming,
     Manifest,
     ReleaseImages,
+    ReplayState,
     RetainImages,
     StartEvaluation,
     Status,
@@ -51,6 +58,7 @@ from megatron_webrl.wire.messages import (
     SubmitTrajectory,
     Take,
     TrainingFinished,
+    Upcoming,
     Version,
 )
 
@@ -64,6 +72,9 @@ STUCK_S = 180.0
 STORE_HIGH_WATER = 0.8
 """Share of the screenshot store in use above which no new group begins."""
 
+ROLLOUT_VERSION = 0
+"""Of the weights that the driver has loaded from disk, when nothing trains."""
+
 TRAINS = (Outcome.SUCCESS, Outcome.FAILURE)
 
 MetricsSink = Callable[[int, dict[str, float]], None]
@@ -73,10 +84,21 @@ class AccountError(Exception):
     """The ledger and the coordinator's state disagree: an attempt was lost or counted twice."""
 
 
+class BatchTimeout(Exception):
+    """No batch came within replay.take_timeout_s."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__(
+            f"no batch of {config.groups_per_step} groups in replay.take_timeout_s={config.take_timeout_s:.0f} s: see the "
+            "logs of workers, engines and coordinator"
+        )
+
+
 class Coordinator:
     """Coordinator of a run.
 
-    resume_step: step of the checkpoint that the trainer resumes from; None for a fresh run.
+    resume_step: step of the checkpoint that the trainer resumes from; None for a fresh run.  resume_replay: the
+    `ReplayState` that was saved with it; None if there is none: the task order then goes on after all that was ever drawn.
     log_metrics: called once a train step with its metrics; must not block.
     """
 
@@ -89,6 +111,7 @@ class Coordinator:
         store_address: str,
         log_metrics: MetricsSink,
         resume_step: int | None = None,
+        resume_replay: bytes | None = None,
     ) -> None:
         self.config = config
         self._run_dir = Path(config.run_dir)
@@ -97,13 +120,11 @@ class Coordinator:
         if resume_step is not None:
             self._ledger.roll_back(resume_step)
         self._ledger.commit()
-        sampler = UniformSampler(config.tasks, config.seed)
-        for _ in range(self._ledger.train_groups()):  # a resumed run goes on where the task order was
-            sampler.draw()
+        self._sampler = UniformSampler(config.tasks, config.seed)
         self.book = Book(
             config.replay,
             self._ledger,
-            sampler,
+            self._sampler,
             temperature=config.sampling.temperature,
             deadline_s=config.agent.episode_deadline_s,
             seed=config.seed,
@@ -113,12 +134,19 @@ class Coordinator:
         self._engines: dict[str, tuple[EngineStatus, float]] = {}
         self._workers: dict[str, float] = {}
         self._changed = asyncio.Condition()
+        self._recorder: BatchRecorder | None = None
+        if config.observe.record_batches or config.rollout_only:
+            self._recorder = BatchRecorder(self._run_dir / "batches", self._store)
+            if resume_step is not None:
+                remove_batches(self._run_dir / "batches", resume_step)
         self._recordings: set[asyncio.Task[None]] = set()
         self._step = resume_step or 0
-        self._version = -1
+        self._version = ROLLOUT_VERSION if config.rollout_only else -1
         self._metrics: dict[str, float] = {}
         self._lag_sum, self._lag_tokens, self._lag_max = 0.0, 0, 0
+        self._restore(resume_replay)
         self._began: float | None = None
+        self._collected_at = 0.0
         self._finished = self._stopping = False
         self._stuck_since: float | None = None
         handlers: dict[type[Message], Any] = {
@@ -126,9 +154,11 @@ class Coordinator:
             SubmitTrajectory: self._submit,
             Take: self._take,
             FetchGroups: self._fetch_groups,
+            ListUpcoming: self._list_upcoming,
             StepTrained: self._step_trained,
             TrainingFinished: self._training_finished,
             CheckpointDurable: self._checkpoint_durable,
+            GetReplayState: self._get_replay_state,
             ClaimVersion: self._claim_version,
             ListEngines: self._list_engines,
             EngineStatus: self._engine_status,
@@ -141,7 +171,8 @@ class Coordinator:
         self._server = Server(address, run_id, handlers)
 
     async def run(self) -> None:
-        """Serve until cancelled.  Raises AccountError if the account ever fails to balance."""
+        """Serve until cancelled.  Raises AccountError if the account ever fails to balance, what `BatchRecorder.check`
+        raises, and (rollout_only) BatchTimeout."""
         await self._server.start()
         try:
             while True:
@@ -149,10 +180,16 @@ class Coordinator:
                 self.book.expire(time.monotonic())
                 await self._after_change()
                 await self._watch_store()
+                if self._recorder is not None:
+                    self._recorder.check()
+                    if self.config.rollout_only and not self._recorder.busy:
+                        await self._collect(self._recorder)
                 self.check_account()
                 self._ledger.commit()
         finally:
             await self._server.close()
+            if self._recorder is not None:
+                await self._recorder.close()
             self._store.close()
             self._ledger.close()
 
@@ -207,8 +244,12 @@ class Coordinator:
                 return Manifest(m.step, False, begun, finished=True)
             batch = self.book.take(m.step, m.version) if begun else None
             if batch is not None:
+                group_ids, lag_max = batch
+                groups = self.book.fetch(group_ids)
+                if self._recorder is not None:
+                    self._recorder.begin(m.step + 1, m.version, groups)
                 await self._after_change()
-                return Manifest(m.step, True, begun, batch[0], batch[1])
+                return Manifest(m.step, True, begun, group_ids, [group.tokens for group in groups], lag_max)
             left = asked + m.wait_s - time.monotonic()
             if left <= 0:
                 return Manifest(m.step, False, begun)
@@ -235,39 +276,29 @@ class Coordinator:
     async def _fetch_groups(self, _: str, m: FetchGroups) -> Groups:
         return Groups(self.book.fetch(m.group_ids))
 
+    async def _list_upcoming(self, _: str, m: ListUpcoming) -> Upcoming:
+        return Upcoming([(group.group_id, group.digests) for group in self.book.upcoming(m.version)])
+
     async def _step_trained(self, _: str, m: StepTrained) -> Done:
+        if self._recorder is not None:
+            await self._recorder.wait()  # its screenshots may go then
         if m.step < self._step:
             return Done()  # a repeat
         self.book.trained(m.step, m.applied_updates)
-        self._step, self._version = m.step + 1, m.version
+        self._version = m.version
         tokens = int(m.metrics.get("rollout/response_tokens", 0))
         self._lag_sum += m.metrics.get("rollout/lag_mean", 0.0) * tokens
         self._lag_tokens += tokens
         self._lag_max = max(self._lag_max, int(m.metrics.get("rollout/lag_max", 0)))
-        self._metrics = dict(m.metrics)
-        status = self.status()
-        minutes = max(self._minutes(), 1e-9)
-        self._log_metrics(
-            self._step,
-            {
-                **m.metrics,
-                "run/version": m.version,
-                "run/minutes": minutes,
-                "rollout/success": status.success,
-                "rollout/mixed_share": status.mixed_share,
-                "rollout/trajectories": status.trajectories,
-                "rollout/trajectories_per_hour": status.trajectories / minutes * 60,
-                "replay/running_groups": status.running_groups,
-                "replay/queued_groups": status.queued_groups,
-                "account/issued": status.account.issued,
-                "account/trained": status.account.trained,
-                "account/in_flight": status.account.in_flight,
-                **{f"account/dropped/{reason}": n for reason, n in status.account.dropped.items()},
-            },
-        )
+        await self._end_step(m.step + 1, m.metrics)
+        return Done()
+
+    async def _end_step(self, step: int, metrics: dict[str, float]) -> None:
+        """`step` steps are done, the last with these metrics."""
+        self._step, self._metrics = step, dict(metrics)
+        self._log_metrics(step, {**metrics, **run_row(self.status())})
         await self._after_change()
         self._ledger.commit()
-        return Done()
 
     async def _training_finished(self, _: str, m: TrainingFinished) -> Done:
         self._finished = True
@@ -277,6 +308,38 @@ class Coordinator:
     async def _checkpoint_durable(self, _: str, m: CheckpointDurable) -> Done:
         self._ledger.commit()
         return Done()
+
+    async def _get_replay_state(self, _: str, m: GetReplayState) -> ReplayState:
+        book = self.book
+        state = SavedReplay(
+            sampler=self._sampler.state(),
+            begun=book.begun_tasks(),
+            recent=list(book.recent),
+            recent_mixed=list(book.recent_mixed),
+            lag_sum=self._lag_sum,
+            lag_tokens=self._lag_tokens,
+            lag_max=self._lag_max,
+        )
+        return ReplayState(encode_state(state))
+
+    def _restore(self, data: bytes | None) -> None:
+        """Go on from a saved `ReplayState`.  Raises UserError naming the checkpoint if it is malformed."""
+        if data is None:
+            for _ in range(self._ledger.train_groups()):
+                self._sampler.draw()
+            return
+        where = str(checkpoint_path(self._run_dir, self._step))
+        saved = decode_state(data, where)
+        try:
+            self._sampler.restore(saved.sampler)
+        except (KeyError, TypeError, ValueError) as error:
+            raise broken_state(where, repr(error)) from None
+        first, end = self.config.tasks.train_seeds
+        names = self.config.tasks.names
+        self.book.again.extend(t for t in saved.begun if t.name in names and first <= t.seed < end)
+        self.book.recent.extend(saved.recent)
+        self.book.recent_mixed.extend(saved.recent_mixed)
+        self._lag_sum, self._lag_tokens, self._lag_max = saved.lag_sum, saved.lag_tokens, saved.lag_max
 
     async def _claim_version(self, _: str, m: ClaimVersion) -> Version:
         return Version(self._ledger.claim_version())
@@ -314,7 +377,7 @@ class Coordinator:
 
     async def _begin_training(self, _: str, m: BeginTraining) -> Done:
         if self._began is None:
-            self._began = time.monotonic()
+            self._began = self._collected_at = time.monotonic()
             self.book.training_allowed = True
             await self._notify()
         return Done()
@@ -344,6 +407,29 @@ class Coordinator:
             metrics=self._metrics,
             **self.book.status(),
         )
+
+    # Without a trainer ----------------------------------------------------------------------------------------------
+
+    async def _collect(self, recorder: BatchRecorder) -> None:
+        """rollout_only: take a batch as a trainer would; once it is recorded, let its groups go."""
+        if self._began is None or self._finished or self._stopping:
+            return
+        now, step = time.monotonic(), self._step
+        if step < recorder.step:
+            batch = self.book.take(step, ROLLOUT_VERSION)
+            assert batch is not None  # the same again
+            row = batch_row(self.book.fetch(batch[0])) | {"time/collect_s": now - self._collected_at}
+            self._collected_at = now
+            self.book.discard(step, "rollout_only")
+            await self._end_step(step + 1, row)
+        elif self._out_of_budget(step):
+            self.book.training_allowed = False
+            self._finished = True
+        elif (batch := self.book.take(step, ROLLOUT_VERSION)) is not None:
+            recorder.begin(step + 1, ROLLOUT_VERSION, self.book.fetch(batch[0]))
+            await self._after_change()
+        elif now - self._collected_at > self.config.replay.take_timeout_s:
+            raise BatchTimeout(self.config.replay)
 
     # Housekeeping ---------------------------------------------------------------------------------------------------
 

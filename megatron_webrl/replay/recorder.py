@@ -1,4 +1,4 @@
-"""Recorded groups: every n-th one with its screenshots, as files that anything opens.
+"""What a run keeps of its rollouts: every n-th group as files that anything opens, and whole batches (see `batches`).
 
 trajectories/group-000150/group.json                    task, and per trajectory its outcome, reward, steps
 trajectories/group-000150/images/DIGEST.png
@@ -6,11 +6,80 @@ trajectories/group-000150/images/DIGEST.png
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.errors import UserError
+from megatron_webrl.replay.batches import BatchWriter
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, Step, Trajectory, decode_steps, unpack
+from megatron_webrl.wire import Client
+from megatron_webrl.wire.messages import GetImages, Images
+
+STORE_TIMEOUT_S = 10.0
+"""For the screenshots of one group."""
+
+
+class BatchRecorder:
+    """Records batches beside what the coordinator does, one at a time, while their screenshots are retained.
+
+    directory: the run's `batches/`; store: where screenshots come from.
+    """
+
+    def __init__(self, directory: Path, store: Client) -> None:
+        self.step = 0
+        """Of the newest batch, as `batches` counts."""
+        self._directory = directory
+        self._store = store
+        self._writing: asyncio.Task[None] | None = None
+
+    def begin(self, step: int, version: int, groups: list[Group]) -> None:
+        """Record the batch of train step `step`; the same step again (a repeated question) is ignored."""
+        if step != self.step:
+            self.step = step
+            self._writing = asyncio.create_task(self._write(step, version, groups))
+
+    @property
+    def busy(self) -> bool:
+        """Whether the newest batch is not whole yet."""
+        return self._writing is not None and not self._writing.done()
+
+    async def wait(self) -> None:
+        """Until the newest batch is whole, or could not be recorded (`check` says why)."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def check(self) -> None:
+        """Raises what went wrong with the newest batch: UserError if it could not be written, WireError if the store did
+        not answer."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    async def close(self) -> None:
+        """A batch that is not whole is given up."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+
+    async def _write(self, step: int, version: int, groups: list[Group]) -> None:
+        try:
+            writer = await asyncio.to_thread(BatchWriter, self._directory, step)
+            try:
+                for group in groups:
+                    images = await self._store.request(GetImages(group.digests), timeout=STORE_TIMEOUT_S, expect=Images)
+                    if images.missing:
+                        raise RuntimeError(f"group {group.group_id}: the store lacks {images.missing[:3]}")
+                    await asyncio.to_thread(writer.add_images, images.images)
+                await asyncio.to_thread(writer.finish, version, groups)
+            except BaseException:
+                writer.abandon()
+                raise
+        except OSError as error:
+            raise UserError(
+                f"{self._directory}: the batch of step {step} cannot be recorded ({error.strerror}): make room, or set "
+                "observe.record_batches=false"
+            ) from None
 
 
 def record_group(directory: Path, group: Group, images: dict[str, bytes]) -> Path:

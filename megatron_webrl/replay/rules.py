@@ -69,14 +69,20 @@ def fate(outcome: Outcome, attempt: int, *, max_attempts: int) -> Fate:
     return Fate.DROP_GROUP
 
 
-def choose_batch(
-    queued: Sequence[tuple[int, Sequence[int]]], version: int, *, eta: int, groups_per_step: int
-) -> tuple[list[int] | None, list[int]]:
+Queue = Sequence[tuple[int, Sequence[int]]]
+"""(group_id, oldest version per trajectory), oldest group first."""
+
+
+def fresh_groups(queued: Queue, version: int, *, eta: int, groups_per_step: int) -> list[int]:
+    """The B oldest groups that may train at `version`, as far as they are there."""
+    return [group for group, oldest in queued if is_fresh(version, oldest, eta=eta)][:groups_per_step]
+
+
+def choose_batch(queued: Queue, version: int, *, eta: int, groups_per_step: int) -> tuple[list[int] | None, list[int]]:
     """Which groups train at `version`: the B oldest fresh ones.
 
-    queued: (group_id, oldest version per trajectory), oldest group first.
     Returns (ids, or None while fewer than B are fresh; ids too stale to be ever trained: drop them).
     """
     stale = [group for group, oldest in queued if not is_fresh(version, oldest, eta=eta)]
-    fresh = [group for group, oldest in queued if is_fresh(version, oldest, eta=eta)]
-    return (fresh[:groups_per_step] if len(fresh) >= groups_per_step else None), stale
+    fresh = fresh_groups(queued, version, eta=eta, groups_per_step=groups_per_step)
+    return (fresh if len(fresh) == groups_per_step else None), stale

@@ -37,10 +37,11 @@ class UniformSampler:
         return {"random": [version, list(words), gauss], "round": list(self._round)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Go on where `state` was taken; names that are practised no more are left out.  Raises KeyError, TypeError or
+        ValueError if it is malformed."""
         version, words, gauss = state["random"]
         self._random.setstate((version, tuple(words), gauss))
-        self._round = list(state["round"])
+        self._round = [name for name in state["round"] if name in self._config.names]
 
 
 def held_out_tasks(config: TasksConfig, n: int) -> list[Task]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
 from megatron_webrl.processor import Processor
+from megatron_webrl.replay import BatchTimeout
 from megatron_webrl.run_directory import checkpoint_path, checkpoints
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.policy import PolicyTrainer
@@ -57,10 +58,6 @@ PROBE_TIMEOUT_S = 30.0
 
 class LogprobMismatch(Exception):
     """An engine does not sample from the weights that the trainer published."""
-
-
-class BatchTimeout(Exception):
-    """No batch came within replay.take_timeout_s."""
 
 
 class _Prompt(NamedTuple):
@@ -119,6 +116,8 @@ class TrainerLoop:
         self._prompt: _Prompt | None = None
         self._weights: list[tuple[str, Any]] | None = None
         self._waiting_since = time.monotonic()
+        self._waited_s = 0.0
+        """For the next batch."""
         self.step, self.version = 0, -1
         if resume is not None:
             self.step = int(self._trainer.load(resume)["step"])
@@ -164,10 +163,13 @@ class TrainerLoop:
         """What all ranks do next: wait, refresh, train, finish or stop."""
         if self.rank != 0:
             return self._share(None)
+        asked = time.monotonic()
         with self._tracer.span("wait for groups", lane="trainer"):
             manifest = self._coordinator.request(
                 Take(self.step, self.version, TAKE_WAIT_S), timeout=TAKE_WAIT_S + RPC_TIMEOUT_S, expect=Manifest
             )
+        if manifest.begun:
+            self._waited_s += time.monotonic() - asked
         if manifest.stop:
             order = "stop"
         elif manifest.engines_waiting:
@@ -179,10 +181,7 @@ class TrainerLoop:
         if order in ("train", "finish") or not manifest.begun:
             self._waiting_since = time.monotonic()
         elif time.monotonic() - self._waiting_since > self.config.replay.take_timeout_s:
-            raise BatchTimeout(
-                f"no batch of {self.config.replay.groups_per_step} groups in replay.take_timeout_s="
-                f"{self.config.replay.take_timeout_s:.0f} s: see the logs of workers, engines and coordinator"
-            )
+            raise BatchTimeout(self.config.replay)
         return self._share((order, manifest))
 
     def _share(self, value: Any) -> Any:
@@ -202,7 +201,11 @@ class TrainerLoop:
         probe = self._check_probe()
         started = time.time()
         report = self._trainer.train_step(
-            manifest.group_ids, self._fetch_groups, self._fetch_images, version=self.version
+            manifest.group_ids,
+            self._fetch_groups,
+            self._fetch_images,
+            version=self.version,
+            costs=manifest.costs,
         )
         metrics = dict(report.metrics) | probe
         self._trace_phases(started, metrics)
@@ -213,6 +216,7 @@ class TrainerLoop:
             metrics["time/refresh_s"] = self._publish_new_version()
         if self.rank == 0:
             metrics["time/step_s"] = time.time() - started
+            metrics["time/wait_s"], self._waited_s = self._waited_s, 0.0
             self._tell(StepTrained(step, self.version, report.applied_updates, metrics))
             log.info("step %d: %s", self.step, {k: round(v, 5) for k, v in metrics.items()})
 

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -88,6 +88,8 @@ class Manifest(Message):
     begun: bool = True
     """False while nothing is practised yet (start, first evaluation): waiting then has no deadline of its own."""
     group_ids: list[int] = []
+    costs: list[int] = []
+    """Tokens of each group, in order of `group_ids`: shards can be balanced before anything is fetched."""
     lag_max: int = 0
     """Largest lag of a response token in the batch."""
     engines_waiting: list[str] = []
@@ -104,6 +106,18 @@ class FetchGroups(Message):
 
 class Groups(Message):
     groups: list[Group]
+
+
+class ListUpcoming(Message):
+    """What would a batch for weights of `version` be cut from now?  Changes nothing."""
+
+    version: int
+
+
+class Upcoming(Message):
+    groups: list[tuple[int, list[str]]]
+    """(group id, digests of its screenshots): the oldest fresh groups that are queued, at most those of one batch, as far
+    as they are there."""
 
 
 class StepTrained(Message):
@@ -127,6 +141,15 @@ class CheckpointDurable(Message):
     """The checkpoint that contains `step` is whole on disk: what was trained up to it is final."""
 
     step: int
+
+
+class GetReplayState(Message):
+    """Asked between steps, for the checkpoint that is being saved."""
+
+
+class ReplayState(Message):
+    data: bytes
+    """Opaque and small: what the ledger does not know and a resumed coordinator goes on from (`replay.bin`)."""
 
 
 class ClaimVersion(Message):
@@ -317,7 +340,7 @@ class Status(Message):
     step: int
     version: int
     finished: bool
-    """TrainingFinished was said."""
+    """TrainingFinished was said, or (rollout_only) the last batch is collected."""
     minutes: float
     """Since BeginTraining; 0 before it."""
     running: int
@@ -408,7 +431,8 @@ class StoreState(Message):
 AnyMessage = (
     Done | Refused | Failed
     | GetAssignments | Assignments | SubmitTrajectory | Submitted
-    | Take | Manifest | FetchGroups | Groups | StepTrained | TrainingFinished | CheckpointDurable | ClaimVersion | Version
+    | Take | Manifest | FetchGroups | Groups | ListUpcoming | Upcoming | StepTrained | TrainingFinished
+    | CheckpointDurable | GetReplayState | ReplayState | ClaimVersion | Version
     | ListEngines | Engines | EngineStatus
     | Generate | NeedImages | Generated | EngineUnavailable
     | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | EndRefresh | Checksum | ChecksumValue | LoadFromDisk
