@@ -125,6 +125,15 @@ def _train(arguments: argparse.Namespace) -> int:
         print(launch.dry_run(config, resume=arguments.resume))
         return 0
     with launch.Display(config.name) as display:
+        if config.train_only is not None:
+            steps = launch.train_recorded(config, display, resume=arguments.resume)
+            display.say(f"Trained up to step {steps}: {config.run_dir} has metrics.jsonl, checkpoints/, model_final/")
+            return 0
+        if config.rollout_only:
+            status = launch.collect(config, display, resume=arguments.resume)
+            display.say(_account(status.account))
+            display.say(f"Recorded {status.step} batches in {config.run_dir}/batches; train on them with train_only")
+            return 0
         result = launch.train(config, display, resume=arguments.resume)
         for name, state in result.evaluations.items():
             display.say(_success(name, state))

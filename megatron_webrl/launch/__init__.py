@@ -2,7 +2,18 @@
 
 from megatron_webrl.launch.cluster import Cluster, RoleDied
 from megatron_webrl.launch.display import Display
-from megatron_webrl.launch.run import RunFailed, RunResult, check_surroundings, dry_run, evaluate, sft, started, train
+from megatron_webrl.launch.run import (
+    RunFailed,
+    RunResult,
+    check_surroundings,
+    collect,
+    dry_run,
+    evaluate,
+    sft,
+    started,
+    train,
+    train_recorded,
+)
 
 __all__ = [
     "Cluster",
@@ -11,9 +22,11 @@ __all__ = [
     "RunFailed",
     "RunResult",
     "check_surroundings",
+    "collect",
     "dry_run",
     "evaluate",
     "sft",
     "started",
     "train",
+    "train_recorded",
 ]

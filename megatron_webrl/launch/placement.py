@@ -42,29 +42,34 @@ def visible_gpus(device: str) -> list[str]:
     return found
 
 
-def place(config: RunConfig, sockets: Path, gpus: Sequence[str]) -> list[RolePlace]:
+def place(config: RunConfig, sockets: Path, gpus: Sequence[str], *, with_trainer: bool = True) -> list[RolePlace]:
     """Roles of one machine.  Trainer ranks take the first GPUs, engines the next; with too few GPUs they share."""
-    if config.trainer.loss_backend == "triton" and not gpus:
-        raise UserError("trainer.loss_backend=triton needs a GPU, and there is none here: use auto or torch")
+    trainer = place_trainer(config, gpus) if with_trainer else []
 
     def address(name: str) -> str:
         return f"ipc://{sockets}/{name}"
 
-    ranks, tp = config.trainer.parallel.world_size, config.engine.tp
+    tp = config.engine.tp
     roles = [RolePlace("store", address("store"), ()), RolePlace("coordinator", address("coordinator"), ())]
     for i in range(config.engine.hosts):
         name = f"engine-{i}"
-        mine = tuple(gpus[(ranks + i * tp + k) % len(gpus)] for k in range(tp)) if gpus else ()
+        mine = tuple(gpus[(len(trainer) + i * tp + k) % len(gpus)] for k in range(tp)) if gpus else ()
         if len(set(mine)) < len(mine):
             raise UserError(f"engine.tp={tp} needs {tp} GPUs, here are {len(gpus)}: lower engine.tp")
         roles.append(RolePlace(name, address(name), mine))
+    return roles + trainer + [RolePlace(f"worker-{i}", "", ()) for i in range(config.browser.workers)]
+
+
+def place_trainer(config: RunConfig, gpus: Sequence[str]) -> list[RolePlace]:
+    """The trainer's ranks alone.  Raises UserError if there are too few GPUs."""
+    ranks = config.trainer.parallel.world_size
+    if config.trainer.loss_backend == "triton" and not gpus:
+        raise UserError("trainer.loss_backend=triton needs a GPU, and there is none here: use auto or torch")
     if gpus and ranks > len(gpus):
         raise UserError(
             f"trainer.parallel (tp·pp·dp = {ranks}) needs {ranks} GPUs, here are {len(gpus)}: use a smaller layout or device=cpu"
         )
-    roles += [RolePlace(f"trainer-{r}", "", (gpus[r],) if gpus else ()) for r in range(ranks)]
-    roles += [RolePlace(f"worker-{i}", "", ()) for i in range(config.browser.workers)]
-    return roles
+    return [RolePlace(f"trainer-{r}", "", (gpus[r],) if gpus else ()) for r in range(ranks)]
 
 
 def describe(roles: list[RolePlace], config: RunConfig) -> str:

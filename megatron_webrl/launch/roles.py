@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_webrl.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_webrl.observe import MetricsSink
 
 log = logging.getLogger(__name__)
 
@@ -18,16 +22,19 @@ async def store(config: RunConfig, *, run_id: str, address: str) -> None:
 
 
 async def coordinator(
-    config: RunConfig, *, run_id: str, address: str, store_address: str, resume_step: int | None, wandb_id: str
+    config: RunConfig,
+    *,
+    run_id: str,
+    address: str,
+    store_address: str,
+    resume_step: int | None,
+    resume_replay: bytes | None,
+    wandb_id: str,
 ) -> None:
-    from megatron_webrl.observe import JsonlSink, MetricsLogger, MetricsSink, WandbSink
+    from megatron_webrl.observe import MetricsLogger
     from megatron_webrl.replay import Coordinator
 
-    run_dir = Path(config.run_dir)
-    sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl")]
-    if config.observe.wandb != "disabled":
-        sinks.append(WandbSink(config, run_dir, wandb_id))
-    metrics = MetricsLogger(sinks)
+    metrics = MetricsLogger(_metrics_sinks(config, wandb_id))
     try:
         await Coordinator(
             config,
@@ -36,9 +43,20 @@ async def coordinator(
             store_address=store_address,
             log_metrics=metrics.log,
             resume_step=resume_step,
+            resume_replay=resume_replay,
         ).run()
     finally:
         await asyncio.to_thread(metrics.close)
+
+
+def _metrics_sinks(config: RunConfig, wandb_id: str) -> list[MetricsSink]:
+    from megatron_webrl.observe import JsonlSink, WandbSink
+
+    run_dir = Path(config.run_dir)
+    sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl")]
+    if config.observe.wandb != "disabled":
+        sinks.append(WandbSink(config, run_dir, wandb_id))
+    return sinks
 
 
 async def engine(
@@ -118,6 +136,22 @@ def trainer(
         loop.run()
     finally:
         tracer.close()
+
+
+def recorded(
+    config: RunConfig, *, rank: int, master_address: str, master_port: int, resume: Path | None, wandb_id: str
+) -> None:
+    from megatron_webrl.trainer.recorded import run_recorded
+
+    run_recorded(
+        config,
+        rank=rank,
+        world_size=config.trainer.parallel.world_size,
+        master_address=master_address,
+        master_port=master_port,
+        resume=resume,
+        sinks=_metrics_sinks(config, wandb_id),
+    )
 
 
 def sft(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config import RunConfig, check_files, dump
 from megatron_webrl.errors import UserError
 from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
-from megatron_webrl.launch.placement import RolePlace, describe, place, visible_gpus
+from megatron_webrl.launch.placement import RolePlace, describe, place, place_trainer, visible_gpus
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint
 from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
@@ -31,11 +34,17 @@ from megatron_webrl.wire.messages import (
     Status,
 )
 
+if TYPE_CHECKING:
+    from megatron_webrl.replay import RecordedBatch
+
 POLL_S = 0.5
 RPC_TIMEOUT_S = 30.0
 EVALUATION_TIMEOUT_S = 6 * 3600.0
 WORKER_RESTARTS = 20
 TRAINER_LEAVES_S = 30.0
+TAIL_BYTES = 1 << 16
+REPLAY_FILE = "replay.bin"
+"""In a checkpoint: the coordinator's state."""
 
 
 class RunFailed(Exception):
@@ -55,11 +64,10 @@ class RunResult:
 def check(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """Every check that needs no process: model directory, layout, Chromium, ports, tasks, GPUs.  Raises UserError."""
     check_files(config)
-    placed = check_surroundings(config)
-    return placed if with_trainer else [r for r in placed if not r.name.startswith("trainer")]
+    return check_surroundings(config, with_trainer=with_trainer)
 
 
-def check_surroundings(config: RunConfig) -> list[RolePlace]:
+def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """The checks of `check` that need no model directory, and the placement.  Raises UserError."""
     from megatron_webrl.browser import find_chromium
     from megatron_webrl.engine import check_port
@@ -71,13 +79,17 @@ def check_surroundings(config: RunConfig) -> list[RolePlace]:
     if config.engine.port is not None:
         for i in range(config.engine.hosts):
             check_port(config.engine.port + i)
-    return place(config, Path("/tmp/mwebrl-RUN"), visible_gpus(config.device))
+    return place(config, Path("/tmp/mwebrl-RUN"), visible_gpus(config.device), with_trainer=with_trainer)
 
 
 def dry_run(config: RunConfig, *, resume: bool = False) -> str:
     """The resolved configuration and the placement, after all checks of `train`."""
-    _check_run_dir(Path(config.run_dir), resume)
-    return dump(config) + "\n" + describe(check(config), config)
+    checkpoint = _check_run_dir(config, resume)
+    if config.train_only is not None:
+        _, placed = _check_recorded(config, checkpoint)
+    else:
+        placed = check(config, with_trainer=not config.rollout_only)
+    return dump(config) + "\n" + describe(placed, config)
 
 
 class Run:
@@ -156,11 +168,14 @@ class Run:
             finally:
                 client.close()
 
-    def train(self) -> Status:
-        """The RL phase: until the trainer says that it finished."""
+    def train(self, *, load: Path | None = None) -> Status:
+        """The RL phase: until the trainer says that it finished, or (rollout_only) the last batch is recorded.  load: see
+        `evaluate`."""
         self.request(BeginTraining(), Done)
         while True:
             self.cluster.check()
+            if load is not None:
+                self.load_engines(load)
             status = self.status()
             self.display.training(status, self.config.trainer.steps, self.config.trainer.max_minutes)
             if status.finished:
@@ -180,28 +195,29 @@ class Run:
 
 @contextmanager
 def started(
-    config: RunConfig, display: Display, *, resume: Path | None = None, with_trainer: bool = True
+    config: RunConfig, display: Display, *, kind: str = "train", resume: Path | None = None, with_trainer: bool = True
 ) -> Iterator[Run]:
     """A running system of all roles; whatever happens inside, nothing is left running.
 
-    resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
+    kind: see `_identity`; resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
     """
     check(config, with_trainer=with_trainer)
     run_dir = Path(config.run_dir)
     with locked(run_dir):
-        yield from _started(config, run_dir, display, resume, with_trainer)
+        yield from _started(config, run_dir, display, kind, resume, with_trainer)
 
 
 def _started(
-    config: RunConfig, run_dir: Path, display: Display, resume: Path | None, with_trainer: bool
+    config: RunConfig, run_dir: Path, display: Display, kind: str, resume: Path | None, with_trainer: bool
 ) -> Iterator[Run]:
-    identity = _identity(run_dir, resume, "train" if with_trainer else "eval")
+    saved_replay = _saved_replay(resume)
+    identity = _identity(run_dir, resume, kind)
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
     run_id = f"{identity['run_id']}.{identity['starts']}"
     with Cluster(run_id, run_dir / "logs") as cluster:
-        placed = place(config, cluster.directory, visible_gpus(config.device))
+        placed = place(config, cluster.directory, visible_gpus(config.device), with_trainer=with_trainer)
         address = {role.name: role.address for role in placed}
         common: dict[str, Any] = {"config": config, "run_id": run_id}
         where = {"coordinator_address": address["coordinator"], "store_address": address["store"]}
@@ -214,6 +230,7 @@ def _started(
                 "address": address["coordinator"],
                 "store_address": address["store"],
                 "resume_step": checkpoint_step(resume) if resume else None,
+                "resume_replay": saved_replay,
                 "wandb_id": identity["run_id"],
             },
         )
@@ -235,7 +252,7 @@ def _started(
             elif kind == "worker":
                 arguments = {**common, **where, "name": role.name}
                 cluster.start(role.name, roles.worker, arguments, restarts=WORKER_RESTARTS)
-            elif kind == "trainer" and with_trainer:
+            elif kind == "trainer":
                 arguments = {
                     **common,
                     **where,
@@ -255,7 +272,7 @@ def _started(
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
     run_dir = Path(config.run_dir)
-    checkpoint = _check_run_dir(run_dir, resume)
+    checkpoint = _check_run_dir(config, resume)
     minutes: dict[str, float] = {}
     evaluations: dict[str, EvaluationState] = {}
     evaluating = config.evaluation.episodes > 0
@@ -280,15 +297,100 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
     return RunResult(status, evaluations, minutes)
 
 
-def _check_run_dir(run_dir: Path, resume: bool) -> Path | None:
+def collect(config: RunConfig, display: Display, *, resume: bool = False) -> Status:
+    """`megatron-webrl train` with rollout_only: batches are recorded with the weights of model.path, nothing is trained.
+    Raises UserError if it is to `resume`."""
+    _check_run_dir(config, resume)
+    with started(config, display, with_trainer=False) as run:
+        run.wait_until_ready(load=config.model.path)
+        run.train(load=config.model.path)
+        return run.end()
+
+
+def train_recorded(config: RunConfig, display: Display, *, resume: bool = False) -> int:
+    """`megatron-webrl train` with train_only: neither browsers nor engines.  Returns how many train steps are done."""
+    run_dir = Path(config.run_dir)
+    checkpoint = _check_run_dir(config, resume)
+    batches, placed = _check_recorded(config, checkpoint)
+    arguments = {"config": config, "resume": checkpoint}
+    with locked(run_dir):
+        arguments["wandb_id"] = _identity(run_dir, checkpoint, "train")["run_id"]
+        (run_dir / "config.yaml").write_text(dump(config))
+        with Cluster(f"recorded-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:
+            _start_trainer(cluster, placed, roles.recorded, arguments)
+            while not cluster.join("trainer", 1.0):
+                row = _newest(run_dir / "metrics.jsonl")
+                done = sum(batch.step <= row.get("step", 0) for batch in batches)
+                loss = row.get("ppo_actor/update/actor_loss/avg", math.nan)
+                display.progress("training on recorded batches", done, len(batches), f"loss {loss:.5f}")
+    last = newest_checkpoint(run_dir)
+    assert last is not None  # the trainer leaves one
+    return checkpoint_step(last)
+
+
+def _check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[RecordedBatch], list[RolePlace]]:
+    """The batches to train on, and the placement.  Raises UserError."""
+    from megatron_webrl.replay import choose_batches
+
+    check_files(config)
+    check_writable("run_dir", Path(config.run_dir))
+    batches = choose_batches(config, after_step=checkpoint_step(checkpoint) if checkpoint else 0)
+    return batches, place_trainer(config, visible_gpus(config.device))
+
+
+def _start_trainer(
+    cluster: Cluster, placed: list[RolePlace], function: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    """All ranks of a trainer that works without the other roles."""
+    meeting = {"master_address": "127.0.0.1", "master_port": free_port()}
+    for rank, role in enumerate(placed):
+        cluster.start(role.name, function, {**arguments, **meeting, "rank": rank}, gpus=role.gpus)
+
+
+def _newest(file: Path) -> dict[str, Any]:
+    """The last whole line of a file of JSON lines; empty if there is none."""
+    if not file.exists():
+        return {}
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = opened.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        if line.endswith(b"\n"):
+            with contextlib.suppress(ValueError):  # the beginning was cut off, or its writer was killed
+                return json.loads(line)
+    return {}
+
+
+def _saved_replay(checkpoint: Path | None) -> bytes | None:
+    """The coordinator's state in a checkpoint; None if it holds none.  Raises UserError naming the checkpoint if it is
+    malformed."""
+    file = checkpoint / REPLAY_FILE if checkpoint else None
+    if checkpoint is None or file is None or not file.exists():
+        return None
+    from megatron_webrl.replay import decode_state
+
+    data = file.read_bytes()
+    decode_state(data, str(checkpoint))
+    return data
+
+
+def _check_run_dir(config: RunConfig, resume: bool) -> Path | None:
     """The checkpoint to go on from; None for a fresh run.  Raises UserError if the directory is not fit for that."""
+    run_dir = Path(config.run_dir)
+    if resume and config.rollout_only:
+        raise UserError("--resume: rollout_only=true saves no checkpoint to go on from: leave one of them out")
+    if config.train_only is not None and (run_dir / "ledger.sqlite").exists():
+        raise UserError(
+            f"run_dir={run_dir} holds a run with rollouts: give train_only a run_dir of its own (with a copy of its newest "
+            "checkpoint in checkpoints/, to go on from that)"
+        )
     checkpoint = newest_checkpoint(run_dir) if resume else None
     if resume and checkpoint is None:
         raise UserError(
             f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, or give the "
             "right run_dir"
         )
-    if not resume and (run_dir / "ledger.sqlite").exists():
+    if not resume and any((run_dir / file).exists() for file in ("ledger.sqlite", "metrics.jsonl")):
         go_on = "continue it with --resume" if newest_checkpoint(run_dir) else "it saved no checkpoint, so remove it"
         raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
     return checkpoint
@@ -298,7 +400,7 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
     """`megatron-webrl eval`: success of config.model.path on held-out tasks, without a trainer."""
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0 leaves nothing to do: give a number of episodes")
-    with started(config, display, with_trainer=False) as run:
+    with started(config, display, kind="eval", with_trainer=False) as run:
         run.wait_until_ready(load=config.model.path)
         state = run.evaluate("eval", load=config.model.path)
         run.end()
@@ -316,32 +418,23 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
     if output.exists():
         raise UserError(f"output={output} exists: give another folder")
     check_writable("output", output)
-    gpus = visible_gpus(config.device)
-    ranks = [role for role in place(config, Path("/tmp"), gpus) if role.name.startswith("trainer")]
-    port = free_port()
-    log_dir = Path(config.run_dir) / "logs"
-    with locked(Path(config.run_dir)), Cluster(f"sft-{uuid.uuid4().hex[:8]}", log_dir) as cluster:
-        for rank, role in enumerate(ranks):
-            arguments = {
-                "config": config,
-                "rank": rank,
-                "master_address": "127.0.0.1",
-                "master_port": port,
-                "demonstrations": demonstrations,
-                "output": output,
-            }
-            cluster.start(f"trainer-sft-{rank}", roles.sft, arguments, gpus=role.gpus)
-        progress = log_dir.parent / "sft.jsonl"
+    placed = [
+        role._replace(name=f"trainer-sft-{rank}")
+        for rank, role in enumerate(place_trainer(config, visible_gpus(config.device)))
+    ]
+    run_dir = Path(config.run_dir)
+    with locked(run_dir), Cluster(f"sft-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:
+        _start_trainer(
+            cluster, placed, roles.sft, {"config": config, "demonstrations": demonstrations, "output": output}
+        )
         while not cluster.join("trainer-sft", 1.0):
-            lines = progress.read_text().splitlines() if progress.exists() else []
-            if lines:
-                newest = json.loads(lines[-1])
+            if newest := _newest(run_dir / "sft.jsonl"):
                 display.progress("warm start", newest["step"], config.sft.steps, f"loss {newest['loss']:.3f}")
 
 
 def _identity(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
-    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and whether it trains.
-    Raises UserError if an evaluation would write over a run that trains."""
+    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train` or
+    `eval`).  Raises UserError if an evaluation would write over a run that trains."""
     file = run_dir / "run.json"
     identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0, "kind": kind}
     earlier = json.loads(file.read_text()) if file.exists() else {}

@@ -1,6 +1,6 @@
 """The coordinator, its rules and ledger, and the staleness-bounded replay queue."""
 
-from megatron_webrl.replay.batches import BatchWriter, RecordedBatch, read_batches
+from megatron_webrl.replay.batches import BatchWriter, RecordedBatch, choose_batches, read_batches
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.coordinator import AccountError, BatchTimeout, Coordinator
 from megatron_webrl.replay.ledger import Ledger
@@ -16,6 +16,7 @@ __all__ = [
     "Ledger",
     "RecordedBatch",
     "batch_row",
+    "choose_batches",
     "decode_state",
     "read_batches",
 ]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.trajectory import Group, image_digest
 
@@ -120,6 +121,29 @@ def read_batches(directory: Path) -> list[RecordedBatch]:
             "observe.record_batches=true or rollout_only=true"
         )
     return batches
+
+
+def choose_batches(config: RunConfig, *, after_step: int) -> list[RecordedBatch]:
+    """Which batches of config.train_only are trained on, in order: those later than `after_step`, up to trainer.steps.
+
+    Raises UserError if there is no batch up to trainer.steps, one is cut into more minibatches than it has groups, or what
+    `read_batches` raises."""
+    directory, last, minibatches = config.train_only, config.trainer.steps, config.algorithm.minibatches
+    assert directory is not None
+    batches = read_batches(directory)
+    if batches[0].step > last:
+        raise UserError(
+            f"trainer.steps={last} ends before the first batch of train_only={directory}, which is of step {batches[0].step}: "
+            "raise it"
+        )
+    chosen = [batch for batch in batches if after_step < batch.step <= last]
+    for batch in chosen:
+        if len(batch.group_ids) < minibatches:
+            raise UserError(
+                f"algorithm.minibatches={minibatches} exceeds the {len(batch.group_ids)} groups of {batch.folder}: groups are "
+                "not split, so lower it"
+            )
+    return chosen
 
 
 def remove_batches(directory: Path, after_step: int) -> None:

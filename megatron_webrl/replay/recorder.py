@@ -77,8 +77,8 @@ class BatchRecorder:
                 raise
         except OSError as error:
             raise UserError(
-                f"{self._directory}: the batch of step {step} cannot be recorded ({error.strerror}): make room, or set "
-                "observe.record_batches=false"
+                f"observe.record_batches: the batch of step {step} cannot be written to {self._directory} ({error.strerror}): "
+                "make room there, or record no batches"
             ) from None
 
 
