@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import queue
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -15,10 +17,20 @@ import torch.multiprocessing as multiprocessing
 DEADLINE_S = 240.0
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ports, below those that outgoing connections get, so that none is taken before it is used."""
+    with ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            taken = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+                ports.append(taken.getsockname()[1])
+        return ports
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def _rank(function: Callable[..., Any], rank: int, ranks: int, args: tuple[Any, ...], results: Any) -> None:

@@ -22,4 +22,4 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with an output layer of its own."""
     from megatron_webrl.tiny_model import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "untied", TEXTS, layers=2, tie=False)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "untied", TEXTS, layers=4, seed=2, tie=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from naive_loss import naive_logprob_entropy
-from on_ranks import free_port, on_ranks
+from on_ranks import free_port, free_ports, on_ranks
 from ranks import Recorded, run_config
 from safetensors.torch import load_file
 
@@ -91,15 +91,15 @@ def all_layouts(rank: int, ranks: int, model: Path, ports: list[int], out: Path)
 def compare(got: dict[str, float], want: dict[str, float]) -> None:
     for name, value in want.items():
         if not name.startswith("time/"):
-            assert got[name] == pytest.approx(value, rel=1e-4, abs=2e-6), name
+            assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.timeout(300)
 def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
     """Against one rank with the plain output layer, for one rank with the fused one and for every layout: the export is
     the directory's weights bit by bit before training, equal logprobs on every rank, equal metrics (loss and gradient norm
-    among them) of two steps with four updates each, and equal weights after them.  Only leads fetch.  A checkpoint of one
-    layout goes on in another."""
+    among them, to 1e-5) of two steps with four updates each, and equal weights after them.  Only leads fetch.  A
+    checkpoint of one layout goes on in another."""
     alone = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1"}
     reference = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "one", FullLogits)
     assert reference["same"]
@@ -108,7 +108,7 @@ def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
         compare(got, want)
     weights = load_file(tmp_path / "one" / "hf" / "model.safetensors")
     results = on_ranks(
-        all_layouts, 4, deep_model_dir, [free_port() for _ in LAYOUTS], tmp_path, preload="megatron_webrl.trainer"
+        all_layouts, 4, deep_model_dir, free_ports(len(LAYOUTS)), tmp_path, preload="megatron_webrl.trainer"
     )
     for layout, name in enumerate(LAYOUTS):
         assert results[0][layout]["same"], name
