@@ -69,6 +69,8 @@ def _check_first(config: RunConfig) -> None:
     from megatron_webrl.agent import check_scripts
     from megatron_webrl.tasks import demonstration_tasks
 
+    if config.rollout_only or config.train_only is not None:
+        raise UserError("rollout_only and train_only leave out half of what the demo shows: use `megatron-webrl train`")
     run_dir, model = Path(config.run_dir).resolve(), Path(config.model.path).resolve()
     if Path.cwd().is_relative_to(run_dir):
         raise UserError(f"run_dir={config.run_dir} holds the working directory: give a directory of its own")
@@ -78,8 +80,6 @@ def _check_first(config: RunConfig) -> None:
         )
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0: the demo shows success before and after, give a number of episodes")
-    if config.rollout_only or config.train_only is not None:
-        raise UserError("rollout_only and train_only leave out half of what the demo shows: use `megatron-webrl train`")
     launch.check_surroundings(config)
     check_scripts(demonstration_tasks(config.tasks))
     check_layout(config, ModelShape(HEADS, KV_HEADS, LAYERS, MAX_VOCAB, len(DEEPSTACK)))

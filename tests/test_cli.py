@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from megatron_webrl.cli import main
+from megatron_webrl.replay import BatchWriter
 from megatron_webrl.run_directory import locked
+from megatron_webrl.trajectory import Group, Task
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -77,6 +79,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         ("tasks.names=[]", ("tasks.names", "at least one")),
         ("tasks.names=[click-tset]", ("click-tset", "click-test")),
         ("device=cuda", ("device=cuda", "GPU")),
+        ("train_only=/nowhere", ("train_only=/nowhere", "no recorded batch", "observe.record_batches=true")),
     ],
 )
 def test_wrong_input_is_one_line_that_names_key_value_and_remedy(
@@ -147,6 +150,37 @@ def test_dry_run_prints_a_configuration_that_reads_back_and_the_placement(config
     assert yaml.safe_load(text)["replay"]["eta"] == 0
     assert all(role in placement for role in ("coordinator", "store", "engine-0", "trainer-0", "worker-0"))
     assert not (config.parent / "run").exists()
+
+
+def test_half_a_run_places_half_the_roles_and_is_refused_what_it_cannot_do(config: Path, tmp_path: Path) -> None:
+    """rollout_only has no trainer and saves nothing to resume from; train_only has nothing but a trainer, and leaves the
+    directory of a run with rollouts alone; both together are refused, and either by the demo."""
+    BatchWriter(tmp_path / "batches", 3).finish(0, [group(n) for n in range(2)])
+    recorded = f"train_only={tmp_path / 'batches'}"
+    placed = train(config, "--dry-run", "rollout_only=true").stdout.partition("placement")[2]
+    assert "engine-0" in placed and "worker-0" in placed and "trainer" not in placed
+    placed = train(config, "--dry-run", recorded).stdout.partition("placement")[2]
+    assert [line.split()[0] for line in placed.splitlines()[1:]] == ["trainer-0"]
+    refused(train(config, recorded, "rollout_only=true"), "rollout_only=true", "train_only=")
+    refused(train(config, "rollout_only=true", "--resume"), "--resume", "rollout_only=true")
+    refused(command("demo", "--config", config, "rollout_only=true"), "rollout_only", "train")
+    refused(train(config, recorded, "trainer.steps=2"), "trainer.steps=2", "step 3")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.sqlite").touch()
+    refused(train(config, recorded), "run_dir", "run with rollouts", "of its own")
+    (tmp_path / "run" / "ledger.sqlite").rename(tmp_path / "run" / "metrics.jsonl")
+    refused(train(config, recorded), "run_dir", "holds a run already")
+
+
+def test_a_replay_state_that_cannot_be_read_is_refused_before_anything_starts(config: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "replay.bin").write_bytes(b"\xc1")
+    refused(train(config, "--resume"), str(checkpoint), "replay.bin", "move the checkpoint away")
+
+
+def group(group_id: int) -> Group:
+    return Group(group_id, Task("miniwob/click-test/1", "miniwob", "click-test", 1, 10), [])
 
 
 def test_help_teaches_every_command() -> None:

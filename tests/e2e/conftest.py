@@ -24,7 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo["trainer"] |= {"steps": 4, "max_minutes": None, "checkpoint_every": 2}
     demo["sft"] |= {"steps": 60}
     demo["evaluation"] = {"episodes": 20}
-    demo["observe"] = {"record_every": 2}
+    demo["observe"] = {"record_every": 2, "record_batches": True}
     demo["run_dir"] = str(file.parent / "demo")
     demo["model"] = {"path": str(file.parent / "demo" / "model")}
     file.write_text(yaml.safe_dump(demo))

@@ -122,11 +122,13 @@ class Faults(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
+        upcoming = [group.group_id for group in self.book.upcoming(self.version)]
         taken = self.book.take(self.step, self.version)
         if taken is None:
-            assert self.step not in self.batches
+            assert self.step not in self.batches and len(upcoming) < 2
             return
         ids, largest = taken
+        assert self.step in self.batches or ids == upcoming, "what was announced is what is taken"
         assert self.batches.setdefault(self.step, ids) == ids, "take is idempotent for a step"
         assert largest <= self.eta
         groups = self.book.fetch(ids)
@@ -143,6 +145,19 @@ class Faults(RuleBasedStateMachine):
             self.book.trained(self.step, updates)
         self.step += 1
         self.version += updates > 0
+
+    @precondition(lambda self: self.step in self.batches)
+    @rule()
+    def discard(self) -> None:
+        trained = self.ledger.account().trained
+        for _ in range(2):  # a repeat changes nothing
+            self.book.discard(self.step, "rollout_only")
+        assert self.ledger.account().trained == trained
+        self.step += 1
+
+    @invariant()
+    def what_was_begun_and_not_ended_is_known(self) -> None:
+        assert len(self.book.begun_tasks()) == sum(self.book.census())
 
     @invariant()
     def the_account_balances(self) -> None:

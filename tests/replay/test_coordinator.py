@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from metrics_page import names_in, names_of
 
 from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.errors import UserError
@@ -154,12 +155,16 @@ async def test_a_manifest_tells_what_its_groups_cost_and_the_batch_is_recorded_b
     assert set(batch.images(digests)) == set(digests)
 
 
-async def test_nothing_is_recorded_unless_it_is_asked_for(start: Start, tmp_path: Path) -> None:
+async def test_a_row_has_the_metrics_of_the_run_and_nothing_is_recorded_unless_it_is_asked_for(
+    start: Start, tmp_path: Path
+) -> None:
     system = start()
     await system.ask(BeginTraining(), Done)
     await system.finish_groups(GROUPS, version=5)
     assert (await system.ask(Take(0, 5, 1.0), Manifest)).ready
-    await system.ask(StepTrained(0, 6, 1, {}), Done)
+    await system.ask(StepTrained(0, 6, 1, {"ours": 1.0}), Done)
+    ((step, row),) = system.rows
+    assert step == 1 and names_in(row) | {"account/dropped/REASON"} == names_of("Run") | {"ours"}, "the page says all"
     assert not (tmp_path / "run" / "batches").exists()
 
 
@@ -230,6 +235,7 @@ async def test_rollout_only_records_batches_and_ends(start: Start, tmp_path: Pat
             "rollout/response_tokens_per_step": 2.0,
         }
         assert batch_row(recorded) == expected and expected.items() <= row.items()
+        assert names_in(row) == names_of("Without training", "Run")
         assert row["time/collect_s"] > 0 and row["rollout/trajectories_per_hour"] > 0
 
 
