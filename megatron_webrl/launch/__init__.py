@@ -1,5 +1,6 @@
 """Ray placement and the life of a run."""
 
+from megatron_webrl.launch.alone import sft, train_recorded
 from megatron_webrl.launch.cluster import Cluster, RoleDied
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.run import (
@@ -9,10 +10,8 @@ from megatron_webrl.launch.run import (
     collect,
     dry_run,
     evaluate,
-    sft,
     started,
     train,
-    train_recorded,
 )
 
 __all__ = [

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +39,6 @@ RPC_TIMEOUT_S = 30.0
 EVALUATION_TIMEOUT_S = 6 * 3600.0
 WORKER_RESTARTS = 20
 TRAINER_LEAVES_S = 30.0
-TAIL_BYTES = 1 << 16
 REPLAY_FILE = "replay.bin"
 """In a checkpoint: the coordinator's state."""
 
@@ -84,9 +80,9 @@ def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[
 
 def dry_run(config: RunConfig, *, resume: bool = False) -> str:
     """The resolved configuration and the placement, after all checks of `train`."""
-    checkpoint = _check_run_dir(config, resume)
+    checkpoint = check_run_dir(config, resume)
     if config.train_only is not None:
-        _, placed = _check_recorded(config, checkpoint)
+        _, placed = check_recorded(config, checkpoint)
     else:
         placed = check(config, with_trainer=not config.rollout_only)
     return dump(config) + "\n" + describe(placed, config)
@@ -199,7 +195,7 @@ def started(
 ) -> Iterator[Run]:
     """A running system of all roles; whatever happens inside, nothing is left running.
 
-    kind: see `_identity`; resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
+    kind: see `identify`; resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
     """
     check(config, with_trainer=with_trainer)
     run_dir = Path(config.run_dir)
@@ -211,7 +207,7 @@ def _started(
     config: RunConfig, run_dir: Path, display: Display, kind: str, resume: Path | None, with_trainer: bool
 ) -> Iterator[Run]:
     saved_replay = _saved_replay(resume)
-    identity = _identity(run_dir, resume, kind)
+    identity = identify(run_dir, resume, kind)
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
@@ -272,7 +268,7 @@ def _started(
 def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
     run_dir = Path(config.run_dir)
-    checkpoint = _check_run_dir(config, resume)
+    checkpoint = check_run_dir(config, resume)
     minutes: dict[str, float] = {}
     evaluations: dict[str, EvaluationState] = {}
     evaluating = config.evaluation.episodes > 0
@@ -300,35 +296,14 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
 def collect(config: RunConfig, display: Display, *, resume: bool = False) -> Status:
     """`megatron-webrl train` with rollout_only: batches are recorded with the weights of model.path, nothing is trained.
     Raises UserError if it is to `resume`."""
-    _check_run_dir(config, resume)
+    check_run_dir(config, resume)
     with started(config, display, with_trainer=False) as run:
         run.wait_until_ready(load=config.model.path)
         run.train(load=config.model.path)
         return run.end()
 
 
-def train_recorded(config: RunConfig, display: Display, *, resume: bool = False) -> int:
-    """`megatron-webrl train` with train_only: neither browsers nor engines.  Returns how many train steps are done."""
-    run_dir = Path(config.run_dir)
-    checkpoint = _check_run_dir(config, resume)
-    batches, placed = _check_recorded(config, checkpoint)
-    arguments = {"config": config, "resume": checkpoint}
-    with locked(run_dir):
-        arguments["wandb_id"] = _identity(run_dir, checkpoint, "train")["run_id"]
-        (run_dir / "config.yaml").write_text(dump(config))
-        with Cluster(f"recorded-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:
-            _start_trainer(cluster, placed, roles.recorded, arguments)
-            while not cluster.join("trainer", 1.0):
-                row = _newest(run_dir / "metrics.jsonl")
-                done = sum(batch.step <= row.get("step", 0) for batch in batches)
-                loss = row.get("ppo_actor/update/actor_loss/avg", math.nan)
-                display.progress("training on recorded batches", done, len(batches), f"loss {loss:.5f}")
-    last = newest_checkpoint(run_dir)
-    assert last is not None  # the trainer leaves one
-    return checkpoint_step(last)
-
-
-def _check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[RecordedBatch], list[RolePlace]]:
+def check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[RecordedBatch], list[RolePlace]]:
     """The batches to train on, and the placement.  Raises UserError."""
     from megatron_webrl.replay import choose_batches
 
@@ -336,29 +311,6 @@ def _check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[Re
     check_writable("run_dir", Path(config.run_dir))
     batches = choose_batches(config, after_step=checkpoint_step(checkpoint) if checkpoint else 0)
     return batches, place_trainer(config, visible_gpus(config.device))
-
-
-def _start_trainer(
-    cluster: Cluster, placed: list[RolePlace], function: Callable[..., Any], arguments: dict[str, Any]
-) -> None:
-    """All ranks of a trainer that works without the other roles."""
-    meeting = {"master_address": "127.0.0.1", "master_port": free_port()}
-    for rank, role in enumerate(placed):
-        cluster.start(role.name, function, {**arguments, **meeting, "rank": rank}, gpus=role.gpus)
-
-
-def _newest(file: Path) -> dict[str, Any]:
-    """The last whole line of a file of JSON lines; empty if there is none."""
-    if not file.exists():
-        return {}
-    with file.open("rb") as opened:
-        opened.seek(max(0, opened.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = opened.read().splitlines(keepends=True)
-    for line in reversed(lines):
-        if line.endswith(b"\n"):
-            with contextlib.suppress(ValueError):  # the beginning was cut off, or its writer was killed
-                return json.loads(line)
-    return {}
 
 
 def _saved_replay(checkpoint: Path | None) -> bytes | None:
@@ -374,7 +326,7 @@ def _saved_replay(checkpoint: Path | None) -> bytes | None:
     return data
 
 
-def _check_run_dir(config: RunConfig, resume: bool) -> Path | None:
+def check_run_dir(config: RunConfig, resume: bool) -> Path | None:
     """The checkpoint to go on from; None for a fresh run.  Raises UserError if the directory is not fit for that."""
     run_dir = Path(config.run_dir)
     if resume and config.rollout_only:
@@ -408,31 +360,7 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
     return state
 
 
-def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path) -> None:
-    """`megatron-webrl sft`: supervised training of config.model.path on demonstrations -> Hugging Face directory."""
-    check_files(config)
-    if not (demonstrations / "demonstrations.msgpack").exists():
-        raise UserError(
-            f"demonstrations={demonstrations} holds no demonstrations.msgpack: give the folder that `demo` wrote"
-        )
-    if output.exists():
-        raise UserError(f"output={output} exists: give another folder")
-    check_writable("output", output)
-    placed = [
-        role._replace(name=f"trainer-sft-{rank}")
-        for rank, role in enumerate(place_trainer(config, visible_gpus(config.device)))
-    ]
-    run_dir = Path(config.run_dir)
-    with locked(run_dir), Cluster(f"sft-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:
-        _start_trainer(
-            cluster, placed, roles.sft, {"config": config, "demonstrations": demonstrations, "output": output}
-        )
-        while not cluster.join("trainer-sft", 1.0):
-            if newest := _newest(run_dir / "sft.jsonl"):
-                display.progress("warm start", newest["step"], config.sft.steps, f"loss {newest['loss']:.3f}")
-
-
-def _identity(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
+def identify(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
     """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train` or
     `eval`).  Raises UserError if an evaluation would write over a run that trains."""
     file = run_dir / "run.json"
