@@ -1,16 +1,21 @@
-"""A run's directory: who may write to it, and where its checkpoints lie.  Imports nothing heavy: the driver asks before
-any process starts."""
+"""A run's directory: who may write to it, where its checkpoints lie, and what of them goes.  Imports nothing heavy: the
+driver asks before any process starts."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from megatron_webrl.errors import UserError
+
+REPLAY_FILE = "replay.bin"
+"""In a checkpoint: what the coordinator goes on from."""
 
 _locked: set[Path] = set()
 """Directories that this process holds."""
@@ -71,7 +76,8 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole checkpoints, oldest first (saving renames at the end, so one with its final name is whole)."""
-    return sorted((run_dir / "checkpoints").glob("step-[0-9]*[0-9]"))
+    found = (run_dir / "checkpoints").glob("step-*")
+    return sorted((path for path in found if re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step)
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -82,3 +88,22 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 def checkpoint_step(checkpoint: Path) -> int:
     """Finished train steps that a checkpoint holds."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def partial_path(directory: Path) -> Path:
+    """Where `directory` is while it is written or deleted: no name that is ever taken for a whole one."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def remove_partial(checkpoints_dir: Path) -> None:
+    """Remove what killed saves and deletions left there.  For the process that alone writes there."""
+    for left in checkpoints_dir.glob(".step-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def delete_old(run_dir: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints."""
+    for old in checkpoints(run_dir)[:-keep]:
+        half = partial_path(old)
+        old.rename(half)  # a killed deletion leaves nothing that looks whole
+        shutil.rmtree(half)

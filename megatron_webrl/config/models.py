@@ -327,6 +327,9 @@ class TrainerConfig(Section):
     """Train steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = Field(default=2, gt=0)
     """Older ones are deleted."""
+    async_checkpoints: bool = True
+    """Train on while a checkpoint is written, from a copy of this rank's weights and optimizer state in host memory; false
+    waits and needs no copy."""
     threads: int | None = Field(default=None, gt=0)
     """CPU threads a rank; null: the cores divided by the ranks."""
     loss_backend: Literal["auto", "torch", "triton"] = "auto"

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_webrl.errors import UserError
-from megatron_webrl.run_directory import checkpoint_path, delete_old, partial_path, remove_partial
+from megatron_webrl.run_directory import REPLAY_FILE, checkpoint_path, delete_old, partial_path, remove_partial
 from megatron_webrl.trainer.weights import copy_all_but_weights, replace_directory
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "state.json"
 """In a checkpoint's directory: {"trainer": {...}, "state": the caller's}."""
-REPLAY_FILE = "replay.bin"
 HF_FOLDER = "hf"
 _INTEGRITY_FILE = "integrity.json"
 _POLL_S = 0.2
@@ -169,6 +168,8 @@ def begin(
         "distributed_optimizer": trainer.config.trainer.parallel.distributed_optimizer,
     }
     content = json.dumps({"trainer": own, "state": state}, indent=2) + "\n"
+    for optimizer in trainer.optimizer.chained_optimizers:  # the moments of what was never updated: zero
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     plan = _Plan()
     sharded = _sharded_state(trainer, loading=False)
     dist_checkpointing.save(sharded, str(partial), plan, async_sharded_save=True, async_strategy="mcore")

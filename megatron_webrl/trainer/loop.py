@@ -8,7 +8,6 @@ trainer's on the same tokens: an engine that does not hold the published weights
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +20,8 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
 from megatron_webrl.processor import Processor
 from megatron_webrl.replay import BatchTimeout
-from megatron_webrl.run_directory import checkpoint_path, checkpoints
 from megatron_webrl.trainer.batch import Row
+from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.refresh import WeightPublisher
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
@@ -37,11 +36,13 @@ from megatron_webrl.wire.messages import (
     Generate,
     Generated,
     GetImages,
+    GetReplayState,
     Groups,
     Images,
     ListEngines,
     Manifest,
     NeedImages,
+    ReplayState,
     StepTrained,
     Take,
     TrainingFinished,
@@ -87,7 +88,6 @@ class TrainerLoop:
     ) -> None:
         self.config = config
         self.rank = rank
-        self._run_dir = Path(config.run_dir)
         self._run_id = run_id
         self._tracer = tracer
         self._coordinator = BlockingClient(coordinator_address, run_id, f"trainer-{rank}")
@@ -119,31 +119,37 @@ class TrainerLoop:
         self._waited_s = 0.0
         """For the next batch."""
         self.step, self.version = 0, -1
+        self._checkpoints = Checkpoints(
+            self._trainer, Path(config.run_dir), durable=lambda step: self._tell(CheckpointDurable(step))
+        )
+        self._saved = resume is not None
+        """Whether what the trainer holds is in a checkpoint, written or being written."""
         if resume is not None:
-            self.step = int(self._trainer.load(resume)["step"])
+            self.step = int(self._trainer.load(resume).state["step"])
             log.info("resumed from %s: %d steps done", resume, self.step)
 
     def run(self) -> None:
         """Train until the coordinator says stop.  Raises BatchTimeout, LogprobMismatch, and what the parts raise."""
         try:
             self._publish_new_version()
-            saved = finished = False
+            finished = False
             while True:
                 order, manifest = self._next_order()
+                self._checkpoints.finish(block=order == "stop")
                 if order == "stop":
                     return
                 if order == "refresh":
                     self._publish_again()
                 elif order == "train":
                     self._train(manifest)
-                    saved = self.step % self.config.trainer.checkpoint_every == 0
-                    if saved:
+                    if self.step % self.config.trainer.checkpoint_every == 0:
                         self._save()
                     self._waiting_since = time.monotonic()
                 elif order == "finish" and not finished:
-                    if not saved:
+                    if not self._saved:
                         self._save()
-                    self._trainer.save_hf(self._run_dir / "model_final")
+                    self._checkpoints.finish()
+                    self._trainer.save_hf(Path(self.config.run_dir) / "model_final")
                     finished = True
                     if self.rank == 0:
                         self._tell(TrainingFinished(self.step, self.version))
@@ -211,7 +217,7 @@ class TrainerLoop:
         self._trace_phases(started, metrics)
         self._check_logprobs(metrics.get("engine/logprob_diff_max", 0.0), "tokens of the newest version in the batch")
         self._prepare_probe(manifest.group_ids)
-        step, self.step = self.step, self.step + 1
+        step, self.step, self._saved = self.step, self.step + 1, False
         if report.applied_updates:
             metrics["time/refresh_s"] = self._publish_new_version()
         if self.rank == 0:
@@ -265,11 +271,11 @@ class TrainerLoop:
 
     def _save(self) -> None:
         with self._tracer.span("checkpoint", lane="trainer", step=self.step):
-            self._trainer.save(checkpoint_path(self._run_dir, self.step), {"step": self.step, "version": self.version})
-        if self.rank == 0:
-            self._tell(CheckpointDurable(self.step))
-            for old in checkpoints(self._run_dir)[: -self.config.trainer.keep_checkpoints]:
-                shutil.rmtree(old)
+            replay = None
+            if self.rank == 0:
+                replay = self._coordinator.request(GetReplayState(), timeout=RPC_TIMEOUT_S, expect=ReplayState).data
+            self._checkpoints.save(self.step, {"step": self.step, "version": self.version}, replay)
+        self._saved = True
 
     # Engine = trainer? ----------------------------------------------------------------------------------------------
 

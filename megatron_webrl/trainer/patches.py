@@ -38,7 +38,7 @@ def apply_patches() -> None:
 
 def _write_checkpoints_in_process() -> None:
     """Megatron would start a multiprocessing manager, which imports the main program again and outlives a killed
-    trainer, to hand back the results of asynchronous writes; ours are synchronous."""
+    trainer, to hand back the results of a forked writer; ours is a thread."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
 
     filesystem._results_queue = queue.Queue()

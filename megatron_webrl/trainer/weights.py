@@ -137,10 +137,16 @@ def write_directory(directory: Path, weights: list[tuple[str, Tensor]], model_pa
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_torch_state_dict(dict(weights), partial, metadata={"format": "pt"})
+    copy_all_but_weights(model_path, partial)
+    replace_directory(partial, directory)
+
+
+def copy_all_but_weights(model_path: Path, directory: Path) -> None:
+    """Configuration, tokenizer and processor files of a model into `directory`, made if it is not there."""
+    directory.mkdir(parents=True, exist_ok=True)
     for file in model_path.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy(file, partial / file.name)
-    replace_directory(partial, directory)
+            shutil.copy(file, directory / file.name)
 
 
 def replace_directory(new: Path, target: Path) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from on_ranks import free_port
+from ranks import run_config
+
+if TYPE_CHECKING:
+    from megatron_webrl.trainer import PolicyTrainer
 
 TEXTS = ["Click the button.", "user\nassistant\n", *(f'"coordinate": [{20 * i}, {15 * i}]' for i in range(50))]
 
@@ -23,3 +30,22 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from megatron_webrl.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "untied", TEXTS, layers=4, seed=2, tie=False)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PolicyTrainer]]:
+    """Makes trainers of one rank, one at a time; the last is closed at the end."""
+    from megatron_webrl.trainer import PolicyTrainer
+
+    made: list[PolicyTrainer] = []
+
+    def build(model: Path, **sections: Any) -> PolicyTrainer:
+        if made:
+            made.pop().close()
+        place = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1", "master_port": free_port()}
+        made.append(PolicyTrainer(run_config(model, **sections), **place, total_steps=10))
+        return made[-1]
+
+    yield build
+    if made:
+        made.pop().close()
