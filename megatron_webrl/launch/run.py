@@ -17,7 +17,7 @@ from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, describe, place, place_trainer, visible_gpus
-from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint
+from megatron_webrl.run_directory import REPLAY_FILE, check_writable, checkpoint_step, locked, newest_checkpoint
 from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
     BeginTraining,
@@ -39,8 +39,6 @@ RPC_TIMEOUT_S = 30.0
 EVALUATION_TIMEOUT_S = 6 * 3600.0
 WORKER_RESTARTS = 20
 TRAINER_LEAVES_S = 30.0
-REPLAY_FILE = "replay.bin"
-"""In a checkpoint: the coordinator's state."""
 
 
 class RunFailed(Exception):

@@ -118,6 +118,8 @@ class TrainerLoop:
         self._waiting_since = time.monotonic()
         self._waited_s = 0.0
         """For the next batch."""
+        self._saving_s: float | None = None
+        """That training stood still for a checkpoint since the step before."""
         self.step, self.version = 0, -1
         self._checkpoints = Checkpoints(
             self._trainer, Path(config.run_dir), durable=lambda step: self._tell(CheckpointDurable(step))
@@ -223,6 +225,8 @@ class TrainerLoop:
         if self.rank == 0:
             metrics["time/step_s"] = time.time() - started
             metrics["time/wait_s"], self._waited_s = self._waited_s, 0.0
+            if self._saving_s is not None:
+                metrics["time/checkpoint_s"], self._saving_s = self._saving_s, None
             self._tell(StepTrained(step, self.version, report.applied_updates, metrics))
             log.info("step %d: %s", self.step, {k: round(v, 5) for k, v in metrics.items()})
 
@@ -270,12 +274,13 @@ class TrainerLoop:
         return float(report.seconds)
 
     def _save(self) -> None:
+        began = time.monotonic()
         with self._tracer.span("checkpoint", lane="trainer", step=self.step):
             replay = None
             if self.rank == 0:
                 replay = self._coordinator.request(GetReplayState(), timeout=RPC_TIMEOUT_S, expect=ReplayState).data
             self._checkpoints.save(self.step, {"step": self.step, "version": self.version}, replay)
-        self._saved = True
+        self._saved, self._saving_s = True, time.monotonic() - began
 
     # Engine = trainer? ----------------------------------------------------------------------------------------------
 
