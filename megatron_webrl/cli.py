@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong input (one line says key, value an
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sqlite3
 import sys
@@ -18,6 +19,7 @@ from megatron_webrl import __version__
 from megatron_webrl.config import RunConfig, load_config
 from megatron_webrl.errors import UserError
 
+NEWEST = "newest"
 DEMO_CONFIG = Path(__file__).parent.parent / "examples" / "demo.yaml"
 
 
@@ -29,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if odd:
         hint = " (keys of the configuration are written without dashes)" if any("=" in word for word in odd) else ""
         parser.error(f"unrecognized arguments: {' '.join(odd)}{hint}")
+    resume = getattr(arguments, "resume", None)
+    if resume and re.match(r"[A-Za-z_][\w.]*=", resume):  # key=value after a bare --resume
+        arguments.overrides.append(resume)
+        arguments.resume = NEWEST
     if rest:  # key=value after an option
         arguments.overrides += rest
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -88,7 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="check everything, print the configuration and the placement"
     )
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of run_dir")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="auto|DIR",
+        help="go on from the newest checkpoint of run_dir; auto: begin at the beginning while there is none (for jobs that are "
+        "started again by themselves); DIR: from that checkpoint, once later ones are moved away",
+    )
 
     sft = command("sft", _sft, "Train on demonstrations (supervised) and write a Hugging Face directory.")
     overrides(sft)
@@ -121,20 +134,21 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
+    resume: launch.Resume = arguments.resume if arguments.resume in (None, NEWEST, "auto") else Path(arguments.resume)
     if arguments.dry_run:
-        print(launch.dry_run(config, resume=arguments.resume))
+        print(launch.dry_run(config, resume=resume))
         return 0
     with launch.Display(config.name) as display:
         if config.train_only is not None:
-            steps = launch.train_recorded(config, display, resume=arguments.resume)
+            steps = launch.train_recorded(config, display, resume=resume)
             display.say(f"Trained up to step {steps}: {config.run_dir} has metrics.jsonl, checkpoints/, model_final/")
             return 0
         if config.rollout_only:
-            status = launch.collect(config, display, resume=arguments.resume)
+            status = launch.collect(config, display, resume=resume)
             display.say(_account(status.account))
             display.say(f"Recorded {status.step} batches in {config.run_dir}/batches; train on them with train_only")
             return 0
-        result = launch.train(config, display, resume=arguments.resume)
+        result = launch.train(config, display, resume=resume)
         for name, state in result.evaluations.items():
             display.say(_success(name, state))
         display.say(_account(result.status.account))

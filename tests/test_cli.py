@@ -105,6 +105,10 @@ def test_resume_needs_a_checkpoint_and_a_fresh_run_an_empty_directory(config: Pa
     (config.parent / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     refused(train(config), "run_dir", "--resume")
     refused(train(config, "--dry-run"), "run_dir", "--resume")
+    for words in (["--resume", "replay.eta=0"], ["--resume", "auto", "replay.eta=0"], ["replay.eta=0", "--resume"]):
+        done = train(config, "--dry-run", *words)
+        assert done.returncode == 0 and "eta: 0" in done.stdout, done.stderr
+    refused(train(config, "--dry-run", "--resume", "step-000002"), "--resume step-000002", "step-000001", "checkpoints")
 
 
 def test_a_run_dir_that_cannot_be_used_is_refused(config: Path, tmp_path: Path) -> None:

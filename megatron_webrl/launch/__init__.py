@@ -3,6 +3,7 @@
 from megatron_webrl.launch.alone import sft, train_recorded
 from megatron_webrl.launch.cluster import Cluster, RoleDied
 from megatron_webrl.launch.display import Display
+from megatron_webrl.launch.resume import Resume
 from megatron_webrl.launch.run import (
     RunFailed,
     RunResult,
@@ -17,6 +18,7 @@ from megatron_webrl.launch.run import (
 __all__ = [
     "Cluster",
     "Display",
+    "Resume",
     "RoleDied",
     "RunFailed",
     "RunResult",

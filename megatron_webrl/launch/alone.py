@@ -17,7 +17,8 @@ from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, place_trainer, visible_gpus
-from megatron_webrl.launch.run import check_recorded, check_run_dir, identify
+from megatron_webrl.launch.resume import Resume, check_run_dir
+from megatron_webrl.launch.run import check_recorded, identify
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint
 
 TAIL_BYTES = 1 << 16
@@ -47,7 +48,7 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
                 display.progress("warm start", newest["step"], config.sft.steps, f"loss {newest['loss']:.3f}")
 
 
-def train_recorded(config: RunConfig, display: Display, *, resume: bool = False) -> int:
+def train_recorded(config: RunConfig, display: Display, *, resume: Resume = None) -> int:
     """`megatron-webrl train` with train_only: neither browsers nor engines.  Returns how many train steps are done."""
     run_dir = Path(config.run_dir)
     checkpoint = check_run_dir(config, resume)

@@ -17,7 +17,8 @@ from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, describe, place, place_trainer, visible_gpus
-from megatron_webrl.run_directory import REPLAY_FILE, check_writable, checkpoint_step, locked, newest_checkpoint
+from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start, resume_step, saved_replay
+from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
 from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
     BeginTraining,
@@ -76,7 +77,7 @@ def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[
     return place(config, Path("/tmp/mwebrl-RUN"), visible_gpus(config.device), with_trainer=with_trainer)
 
 
-def dry_run(config: RunConfig, *, resume: bool = False) -> str:
+def dry_run(config: RunConfig, *, resume: Resume = None) -> str:
     """The resolved configuration and the placement, after all checks of `train`."""
     checkpoint = check_run_dir(config, resume)
     if config.train_only is not None:
@@ -204,8 +205,9 @@ def started(
 def _started(
     config: RunConfig, run_dir: Path, display: Display, kind: str, resume: Path | None, with_trainer: bool
 ) -> Iterator[Run]:
-    saved_replay = _saved_replay(resume)
+    go_on_from = {"resume_step": resume_step(run_dir, resume), "resume_replay": saved_replay(resume)}
     identity = identify(run_dir, resume, kind)
+    remove_partial(run_dir / "checkpoints")
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
@@ -223,8 +225,7 @@ def _started(
                 **common,
                 "address": address["coordinator"],
                 "store_address": address["store"],
-                "resume_step": checkpoint_step(resume) if resume else None,
-                "resume_replay": saved_replay,
+                **go_on_from,
                 "wandb_id": identity["run_id"],
             },
         )
@@ -263,7 +264,7 @@ def _started(
             run.close()
 
 
-def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunResult:
+def train(config: RunConfig, display: Display, *, resume: Resume = None) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
     run_dir = Path(config.run_dir)
     checkpoint = check_run_dir(config, resume)
@@ -291,7 +292,7 @@ def train(config: RunConfig, display: Display, *, resume: bool = False) -> RunRe
     return RunResult(status, evaluations, minutes)
 
 
-def collect(config: RunConfig, display: Display, *, resume: bool = False) -> Status:
+def collect(config: RunConfig, display: Display, *, resume: Resume = None) -> Status:
     """`megatron-webrl train` with rollout_only: batches are recorded with the weights of model.path, nothing is trained.
     Raises UserError if it is to `resume`."""
     check_run_dir(config, resume)
@@ -311,41 +312,6 @@ def check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[Rec
     return batches, place_trainer(config, visible_gpus(config.device))
 
 
-def _saved_replay(checkpoint: Path | None) -> bytes | None:
-    """The coordinator's state in a checkpoint; None if it holds none.  Raises UserError naming the checkpoint if it is
-    malformed."""
-    file = checkpoint / REPLAY_FILE if checkpoint else None
-    if checkpoint is None or file is None or not file.exists():
-        return None
-    from megatron_webrl.replay import decode_state
-
-    data = file.read_bytes()
-    decode_state(data, str(checkpoint))
-    return data
-
-
-def check_run_dir(config: RunConfig, resume: bool) -> Path | None:
-    """The checkpoint to go on from; None for a fresh run.  Raises UserError if the directory is not fit for that."""
-    run_dir = Path(config.run_dir)
-    if resume and config.rollout_only:
-        raise UserError("--resume: rollout_only=true saves no checkpoint to go on from: leave one of them out")
-    if config.train_only is not None and (run_dir / "ledger.sqlite").exists():
-        raise UserError(
-            f"run_dir={run_dir} holds a run with rollouts: give train_only a run_dir of its own (with a copy of its newest "
-            "checkpoint in checkpoints/, to go on from that)"
-        )
-    checkpoint = newest_checkpoint(run_dir) if resume else None
-    if resume and checkpoint is None:
-        raise UserError(
-            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, or give the "
-            "right run_dir"
-        )
-    if not resume and any((run_dir / file).exists() for file in ("ledger.sqlite", "metrics.jsonl")):
-        go_on = "continue it with --resume" if newest_checkpoint(run_dir) else "it saved no checkpoint, so remove it"
-        raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
-    return checkpoint
-
-
 def evaluate(config: RunConfig, display: Display) -> EvaluationState:
     """`megatron-webrl eval`: success of config.model.path on held-out tasks, without a trainer."""
     if config.evaluation.episodes == 0:
@@ -361,15 +327,14 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
 def identify(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
     """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train` or
     `eval`).  Raises UserError if an evaluation would write over a run that trains."""
-    file = run_dir / "run.json"
     identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0, "kind": kind}
-    earlier = json.loads(file.read_text()) if file.exists() else {}
+    earlier = earlier_start(run_dir)
     if earlier.get("kind") == "train" and kind == "eval":
         raise UserError(f"run_dir={run_dir} holds a training run: give the evaluation a run_dir of its own")
     if resume:
         identity |= earlier
     identity["starts"] += 1
-    file.write_text(json.dumps(identity) + "\n")
+    (run_dir / "run.json").write_text(json.dumps(identity) + "\n")
     return identity
 
 

@@ -1,0 +1,93 @@
+"""What a run goes on from: decided, and refused, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_webrl.config import RunConfig
+from megatron_webrl.errors import UserError
+from megatron_webrl.run_directory import REPLAY_FILE, checkpoint_step, checkpoints, newest_checkpoint
+
+Resume = Literal["newest", "auto"] | Path | None
+"""`newest`: the newest checkpoint of run_dir, which must have one; `auto`: that, or the beginning while there is none; a
+folder: that checkpoint; None: nothing, in a run_dir that holds no run."""
+
+
+def check_run_dir(config: RunConfig, resume: Resume) -> Path | None:
+    """The checkpoint to go on from; None to begin at the beginning.  Raises UserError if the directory is not fit for
+    that."""
+    run_dir = Path(config.run_dir)
+    if resume is not None and config.rollout_only:
+        raise UserError("--resume: rollout_only=true saves no checkpoint to go on from: leave one of them out")
+    if config.train_only is not None and (run_dir / "ledger.sqlite").exists():
+        raise UserError(
+            f"run_dir={run_dir} holds a run with rollouts: give train_only a run_dir of its own (with a copy of its newest "
+            "checkpoint in checkpoints/, to go on from that)"
+        )
+    if isinstance(resume, Path):
+        return _chosen(run_dir, resume)
+    newest = newest_checkpoint(run_dir)
+    if resume == "newest" and newest is None:
+        raise UserError(
+            f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, give the right "
+            "run_dir, or say --resume auto, which starts from the beginning"
+        )
+    if resume == "auto" and newest is None and earlier_start(run_dir).get("kind") == "eval":
+        raise UserError(f"--resume auto: run_dir={run_dir} holds an evaluation: give the training a run_dir of its own")
+    if resume is None and any((run_dir / file).exists() for file in ("ledger.sqlite", "metrics.jsonl")):
+        go_on = (
+            "continue it with --resume"
+            if newest
+            else "it saved no checkpoint, so remove it or begin it again with --resume auto"
+        )
+        raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
+    return newest if resume else None
+
+
+def _chosen(run_dir: Path, chosen: Path) -> Path:
+    """`chosen`, if it is the newest checkpoint of `run_dir`.  With later ones beside it a run that goes on would have two
+    pasts, and the next start with `newest` would take the wrong one: moving them away is the user's decision."""
+    own = {path.resolve(): path for path in checkpoints(run_dir)}
+    found = own.get(chosen.resolve())
+    if found is None:
+        held = ", ".join(path.name for path in own.values()) or "none"
+        raise UserError(
+            f"--resume {chosen} is no checkpoint of run_dir={run_dir}, which holds {held}: give the folder of one in "
+            f"{run_dir / 'checkpoints'}, or the run_dir that it belongs to"
+        )
+    later = [path.name for path in own.values() if checkpoint_step(path) > checkpoint_step(found)]
+    if later:
+        raise UserError(
+            f"--resume {chosen} is older than {', '.join(later)}: to go back to it, and lose what was trained since, move the "
+            f"later ones out of {run_dir / 'checkpoints'}"
+        )
+    return found
+
+
+def resume_step(run_dir: Path, checkpoint: Path | None) -> int | None:
+    """Finished train steps that the run's ledger is to keep; None in a run_dir without one.  0 where an earlier start left
+    no checkpoint: what it trained is in no weights any more and is rolled back, so that the account stays whole."""
+    if checkpoint is not None:
+        return checkpoint_step(checkpoint)
+    return 0 if (run_dir / "ledger.sqlite").exists() else None
+
+
+def saved_replay(checkpoint: Path | None) -> bytes | None:
+    """The coordinator's state in a checkpoint; None if it holds none.  Raises UserError naming the checkpoint if it is
+    malformed."""
+    file = checkpoint / REPLAY_FILE if checkpoint else None
+    if checkpoint is None or file is None or not file.exists():
+        return None
+    from megatron_webrl.replay import decode_state
+
+    data = file.read_bytes()
+    decode_state(data, str(checkpoint))
+    return data
+
+
+def earlier_start(run_dir: Path) -> dict[str, Any]:
+    """What `run_dir`/run.json says of the run that was started there before; empty if none was."""
+    file = run_dir / "run.json"
+    return json.loads(file.read_text()) if file.exists() else {}

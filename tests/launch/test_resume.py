@@ -1,0 +1,111 @@
+"""What a run goes on from, and that the account of an earlier start stays whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.errors import UserError
+from megatron_webrl.launch.resume import Resume, check_run_dir, resume_step
+from megatron_webrl.replay import Ledger
+from megatron_webrl.run_directory import checkpoint_path, partial_path
+from megatron_webrl.trajectory import Assignment, Lane, Task
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    data = {"model": {"path": "m"}, "tasks": {"names": ["click-test"]}, "run_dir": str(tmp_path / "run")}
+    return validate(data, "test")
+
+
+def save(config: RunConfig, *steps: int) -> list[Path]:
+    folders = [checkpoint_path(Path(config.run_dir), step) for step in steps]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+def test_the_newest_whole_checkpoint_is_taken(config: RunConfig) -> None:
+    """By step, not by name; never one that is half-written or half-deleted, nor what the user renamed."""
+    assert check_run_dir(config, None) is None
+    assert check_run_dir(config, "auto") is None
+    with pytest.raises(UserError, match=r"--resume: run_dir=.* holds no checkpoint.*--resume auto"):
+        check_run_dir(config, "newest")
+    half = partial_path(checkpoint_path(Path(config.run_dir), 30))
+    half.mkdir(parents=True)
+    save(config, 4)[0].rename(half.with_name("step-000004-old"))
+    assert check_run_dir(config, "auto") is None
+    _, million = save(config, 999_999, 1_000_000)
+    for resume in ("newest", "auto", million):
+        assert check_run_dir(config, resume) == million
+
+
+def test_a_chosen_checkpoint_is_the_newest_of_this_run(config: RunConfig, tmp_path: Path) -> None:
+    """Of another run, or older than others: refused, and the message says what to do; then it works."""
+    twenty, forty = save(config, 20, 40)
+    other = tmp_path / "elsewhere" / "step-000020"
+    other.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"elsewhere.*no checkpoint of run_dir=.*step-000020, step-000040"):
+        check_run_dir(config, other)
+    with pytest.raises(UserError, match=r"older than step-000040.*move the later ones"):
+        check_run_dir(config, twenty)
+    forty.rename(tmp_path / "forty")
+    assert check_run_dir(config, twenty.parent / "." / twenty.name) == twenty
+
+
+def test_auto_does_not_train_over_an_evaluation(config: RunConfig) -> None:
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text('{"run_id": "x", "starts": 1, "kind": "eval"}')
+    with pytest.raises(UserError, match="holds an evaluation"):
+        check_run_dir(config, "auto")
+
+
+def attempt(group_id: int) -> Assignment:
+    task = Task(f"miniwob/click-test/{group_id}", "miniwob", "click-test", group_id, 10)
+    return Assignment(task, group_id, 0, 0, Lane.TRAIN, 0, 1.0, 60.0)
+
+
+LIVES: dict[str, Callable[[Ledger, Assignment], object]] = {
+    "running": lambda ledger, a: ledger.issue(a),
+    "queued": lambda ledger, a: ledger.queue([a.key]),
+    "in_training": lambda ledger, a: ledger.take([a.key], step=a.group_id),
+    "trained": lambda ledger, a: ledger.train([a.key]),
+}
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "kept"),
+    [("auto", [], 0), ("auto", [2], 2), ("newest", [1], 1)],
+    ids=["no checkpoint", "2", "1"],
+)
+def test_the_account_of_an_earlier_start_stays_whole(
+    resume: Resume, saved: list[int], kept: int, config: RunConfig
+) -> None:
+    """Killed at any time, with or without a checkpoint: what is in the weights that the run goes on from counts as trained,
+    all else as dropped for a named reason, and nothing as in flight.  (As the coordinator does at its start.)"""
+    save(config, *saved)
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(exist_ok=True)
+    assert resume_step(run_dir, None) is None, "a first start has nothing to roll back"
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    for group_id in range(8):  # three trained, in steps 0, 1 and 2; then two of each other state
+        for life in list(LIVES.values())[: 4 if group_id < 3 else 1 + group_id % 3]:
+            life(ledger, attempt(group_id))
+    assert ledger.account().trained == 3 and ledger.account().in_flight == 5
+    ledger.close()
+
+    step = resume_step(run_dir, check_run_dir(config, resume))
+    assert step == kept
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    ledger.end_in_flight("lost_at_restart")
+    ledger.roll_back(step)
+    account = ledger.account(recount=True)
+    assert (account.issued, account.trained, account.in_flight) == (8, kept, 0)
+    assert account.dropped == {"lost_at_restart": 5, "rolled_back": 3 - kept}
+    assert account == ledger.account()
+    assert ledger.next_group_id() == 8, "group ids never repeat"
+    ledger.close()
