@@ -127,7 +127,39 @@ def _parser() -> argparse.ArgumentParser:
         "ledger", _ledger, "Print the account of a run: issued = trained + dropped + in flight.", config=False
     )
     ledger.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, for example runs/demo")
+
+    convert = command("convert", _convert, "Weights between Hugging Face and Megatron, or compare two.", config=False)
+    _add_conversions(convert)
     return parser
+
+
+def _add_conversions(convert: argparse.ArgumentParser) -> None:
+    ways = convert.add_subparsers(dest="way", required=True, metavar="WAY")
+
+    def way(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
+        sub = ways.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for path, shown in paths.items():
+            sub.add_argument(path, type=Path, metavar=shown)
+        return sub
+
+    layout = way("hf-to-megatron", "Write the distributed checkpoint DST.", source="SRC", target="DST")
+    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files")
+    layout.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the files")
+    layout.add_argument(
+        "--first-stage-layers", type=int, help="decoder layers of the first stage, if not an even share"
+    )
+    back = way("megatron-to-hf", "Write the Hugging Face directory DST.", source="SRC", target="DST")
+    back.add_argument("--max-shard-size", default="4GB", help="of a safetensors file; default: 4GB")
+    back.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of all weights; default: as they were, or are stored",
+    )
+    both = way("verify", "Compare two of either kind: exit code 0 equal, 1 different.", first="A", second="B")
+    for sub in (back, both):
+        sub.add_argument(
+            "--model", type=Path, metavar="HF_DIR", help="the run's model.path, for a checkpoint without a folder hf/"
+        )
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -200,6 +232,29 @@ def _ledger(arguments: argparse.Namespace) -> int:
             f"RUN={arguments.run_dir}: ledger.sqlite cannot be read ({error}): give the run_dir of a run"
         ) from None
     return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from megatron_webrl.launch import Display
+    from megatron_webrl.trainer import conversion
+
+    options = {name: value for name, value in vars(arguments).items() if name not in ("run", "way")}
+    ways: dict[str, Callable[..., conversion.Comparison]] = {
+        "hf-to-megatron": conversion.hf_to_megatron,
+        "megatron-to-hf": conversion.megatron_to_hf,
+        "verify": conversion.verify,
+    }
+    with Display("convert") as display:
+        try:
+            found = ways[arguments.way](**options, progress=display.progress)
+        except KeyboardInterrupt:
+            print("megatron-webrl: interrupted; nothing was kept", file=sys.stderr)
+            return 130
+        for line in found.differing[:10]:
+            display.say(line)
+        verdict = f"Different in {len(found.differing)} places" if found.differing else "Equal"
+        display.say(f"{verdict}: {found.tensors} tensors, {found.parameters:,} parameters, SHA-256 {found.digest}")
+    return 1 if found.differing else 0
 
 
 def _success(name: str, state: Any) -> str:

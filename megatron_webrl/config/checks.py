@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_webrl.config.models import RunConfig
+from megatron_webrl.config.models import ParallelConfig, RunConfig
 from megatron_webrl.errors import UserError
 
 
@@ -85,13 +85,13 @@ def _check_whole(file: Path, model: Path) -> None:
 
 def check_layout(config: RunConfig, shape: ModelShape) -> None:
     """Whether the layouts of trainer and engines fit a model of that shape.  Raises UserError."""
-    parallel = config.trainer.parallel
-    for key, tp in (("trainer.parallel.tp", parallel.tp), ("engine.tp", config.engine.tp)):
-        if shape.heads % tp or (shape.kv_heads % tp and key.startswith("trainer")):
-            raise UserError(
-                f"{key}={tp} does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key-value heads: "
-                f"use one of {[n for n in range(1, shape.kv_heads + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]}"
-            )
+    check_parallel(config.trainer.parallel, shape)
+    _check_heads("engine.tp", config.engine.tp, shape, shape.heads)
+
+
+def check_parallel(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Whether the trainer's layout fits a model of that shape.  Raises UserError."""
+    _check_heads("trainer.parallel.tp", parallel.tp, shape, shape.heads, shape.kv_heads)
     try:
         first = parallel.stage_layers(shape.layers)[0]
     except ValueError as error:
@@ -101,4 +101,12 @@ def check_layout(config: RunConfig, shape: ModelShape) -> None:
             f"trainer.parallel.pp={parallel.pp} with first_stage_layers={json.dumps(parallel.first_stage_layers)} leaves "
             f"{first} decoder layers on the first stage, but {shape.deepstack} take deepstack features: use a smaller pp, or "
             "give first_stage_layers at least so many"
+        )
+
+
+def _check_heads(key: str, tp: int, shape: ModelShape, *divided: int) -> None:
+    if any(count % tp for count in divided):
+        raise UserError(
+            f"{key}={tp} does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key-value heads: "
+            f"use one of {[n for n in range(1, shape.kv_heads + 1) if shape.heads % n == 0 and shape.kv_heads % n == 0]}"
         )

@@ -9,6 +9,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_LAYERS = "language_model.decoder.layers."
+
+LAYER_STATES = tuple(
+    f"{_LAYERS}{module}._extra_state"
+    for module in (
+        "self_attention.linear_qkv",
+        "self_attention.core_attention",
+        "self_attention.q_layernorm",
+        "self_attention.k_layernorm",
+        "self_attention.linear_proj",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    )
+)
+"""Keys, in a distributed checkpoint, of what a decoder layer's modules keep beside their weights.  It is empty (but under
+FP8), and which of them there are depends on the layers' implementation, but a model that has one asks for it."""
+FINAL_STATE = "language_model.decoder.final_layernorm._extra_state"
+
 
 class Slicing(Enum):
     """How Hugging Face tensors become one rank's Megatron tensor.  `n` is the tensor-parallel size."""
@@ -33,6 +51,10 @@ class Entry(NamedTuple):
     hf: tuple[str, ...]
     slicing: Slicing
     stage: int
+    stored: str
+    """Its key in a distributed checkpoint, where names are transformer-engine's and the decoder layers lie in a stack."""
+    layer: int | None = None
+    """Its place in that stack: the decoder layer, counted over all stages."""
     exported: bool = True
     """False for the output layer's copy of tied embeddings."""
 
@@ -53,32 +75,36 @@ def table(shapes: Shapes, vision_names: Sequence[str], *, stages: Sequence[int],
     stage; fused_norms: transformer-engine's layers, where the norm before a linear layer is part of it.
     """
     text = "model.language_model."
-    entries = [Entry(name.removeprefix("model."), (name,), Slicing.WHOLE, 0) for name in sorted(vision_names)]
-    embedding = f"{text}embed_tokens.weight"
-    entries.append(Entry("language_model.embedding.word_embeddings.weight", (embedding,), Slicing.VOCAB, 0))
-    input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms else "pre_mlp_layernorm.weight"
+    vision = {name.removeprefix("model."): name for name in sorted(vision_names)}
+    entries = [Entry(megatron, (hf,), Slicing.WHOLE, 0, megatron) for megatron, hf in vision.items()]
+    embedding, words = f"{text}embed_tokens.weight", "language_model.embedding.word_embeddings.weight"
+    entries.append(Entry(words, (embedding,), Slicing.VOCAB, 0, words))
+    local_names = {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
     places = [(stage, local) for stage, count in enumerate(stages) for local in range(count)]
     for layer, (stage, local) in enumerate(places):
         for megatron, hf, slicing in (
-            (input_norm, ["input_layernorm"], Slicing.WHOLE),
+            ("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm"], Slicing.WHOLE),
             ("self_attention.linear_qkv.weight", [f"self_attn.{x}_proj" for x in "qkv"], Slicing.QKV),
             ("self_attention.q_layernorm.weight", ["self_attn.q_norm"], Slicing.WHOLE),
             ("self_attention.k_layernorm.weight", ["self_attn.k_norm"], Slicing.WHOLE),
             ("self_attention.linear_proj.weight", ["self_attn.o_proj"], Slicing.ROW),
-            (mlp_norm, ["post_attention_layernorm"], Slicing.WHOLE),
+            ("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm"], Slicing.WHOLE),
             ("mlp.linear_fc1.weight", ["mlp.gate_proj", "mlp.up_proj"], Slicing.COLUMN),
             ("mlp.linear_fc2.weight", ["mlp.down_proj"], Slicing.ROW),
         ):
             names = tuple(f"{text}layers.{layer}.{name}.weight" for name in hf)
-            entries.append(Entry(f"language_model.decoder.layers.{local}.{megatron}", names, slicing, stage))
+            name = megatron if fused_norms else local_names.get(megatron, megatron)
+            entries.append(Entry(f"{_LAYERS}{local}.{name}", names, slicing, stage, _LAYERS + megatron, layer))
     last = len(stages) - 1
-    entries.append(Entry("language_model.decoder.final_layernorm.weight", (f"{text}norm.weight",), Slicing.WHOLE, last))
-    head = "language_model.output_layer.weight"
+    norm, head = "language_model.decoder.final_layernorm.weight", "language_model.output_layer.weight"
+    entries.append(Entry(norm, (f"{text}norm.weight",), Slicing.WHOLE, last, norm))
     if not shapes.tied:
-        entries.append(Entry(head, ("lm_head.weight",), Slicing.VOCAB, last))
+        entries.append(Entry(head, ("lm_head.weight",), Slicing.VOCAB, last, head))
     elif last:
-        entries.append(Entry(head, (embedding,), Slicing.VOCAB, last, exported=False))
+        entries.append(Entry(head, (embedding,), Slicing.VOCAB, last, words, exported=False))
     return entries
 
 
@@ -106,6 +132,43 @@ def to_megatron(entry: Entry, sources: Sequence[Any], shapes: Shapes, *, rank: i
         return torch.cat(parts)
     groups = shapes.kv_groups // ranks
     return torch.cat([p.view(groups, -1, p.shape[1]) for p in parts], dim=1).reshape(-1, parts[0].shape[1])
+
+
+class Piece(NamedTuple):
+    """Rows of one rank's tensor that lie together in the whole tensor of a distributed checkpoint."""
+
+    rows: slice
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Of their first element in the whole tensor."""
+
+
+def whole_shape(entry: Entry, lengths: Sequence[Sequence[int]], shapes: Shapes, *, ranks: int) -> tuple[int, ...]:
+    """Shape of the whole tensor in a distributed checkpoint, the stack's dimension apart.
+
+    lengths: shapes of the Hugging Face tensors, in order of `hf`.
+    """
+    height = padded_vocab(shapes.vocab, ranks) if entry.slicing is Slicing.VOCAB else sum(s[0] for s in lengths)
+    return (height, *lengths[0][1:])
+
+
+def pieces(entry: Entry, lengths: Sequence[Sequence[int]], shapes: Shapes, *, rank: int, ranks: int) -> list[Piece]:
+    """Where one rank's `to_megatron` lies in the whole tensor; nowhere if another rank writes it."""
+    height, *rest = whole_shape(entry, lengths, shapes, ranks=ranks)
+    if entry.slicing is Slicing.WHOLE:
+        return [] if rank else [Piece(slice(None), (height, *rest), (0,) * (1 + len(rest)))]
+    if entry.slicing is Slicing.ROW:
+        width = rest[0] // ranks
+        return [Piece(slice(None), (height, width), (0, rank * width))]
+    # gate and up: each sliced, and one after the other in the whole
+    joined = [length[0] for length in lengths] if entry.slicing is Slicing.COLUMN else [height]
+    found, start = [], 0
+    for part in joined:
+        own = part // ranks
+        rows = slice(start // ranks, start // ranks + own)
+        found.append(Piece(rows, (own, *rest), (start + rank * own, *(0 for _ in rest))))
+        start += part
+    return found
 
 
 def to_hf(entry: Entry, pieces: Sequence[Tensor], shapes: Shapes, heights: Sequence[int]) -> list[Tensor]:

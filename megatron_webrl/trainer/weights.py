@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +22,82 @@ from megatron_webrl.trainer.mapping import Entry, Shapes, table, to_hf, to_megat
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
+class SafetensorsDirectory:
+    """Names, shapes and dtypes of the tensors in a directory's *.safetensors; what they hold is read when it is asked for.
+
+    key: what errors call the directory.  Raises UserError naming the file if one is unreadable, or lacking though the index
+    names it.
+    """
+
+    def __init__(self, directory: Path, *, key: str = "model.path") -> None:
+        self._files: dict[str, Path] = {}
+        self.lengths: dict[str, list[int]] = {}
+        """Shape by name."""
+        self.dtypes: dict[str, str] = {}
+        """As safetensors calls them, by name."""
+        self._called = f"{key}={directory}"
+        for file in sorted({*directory.glob("*.safetensors"), *_indexed(directory, self._called)}):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (not a dict)
+                        self._files[name] = file
+                        found = opened.get_slice(name)
+                        self.lengths[name], self.dtypes[name] = found.get_shape(), found.get_dtype()
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self._called}: {file.name} is not readable ({error}): fetch it again") from None
+
+    def check_names(self, entries: Sequence[Entry], shapes: Shapes) -> None:
+        """Raises UserError unless the tensors are those of the table (tied models may hold their output layer too)."""
+        expected = {name for entry in entries for name in entry.hf}
+        spare = set(self._files) - expected - ({"lm_head.weight"} if shapes.tied else set())
+        if lacking := sorted(expected - set(self._files)) or sorted(spare):
+            what = "lack" if expected - set(self._files) else "hold unknown"
+            raise UserError(
+                f"{self._called}: the safetensors {what} {lacking[0]} ({len(lacking)} in all): fetch them again"
+            )
+
+    def slices(self, names: Sequence[str]) -> list[Any]:
+        """To be indexed like tensors.  A file stays mapped into memory as long as what was read from it, no longer."""
+        return [safe_open(self._files[name], framework="pt").get_slice(name) for name in names]
+
+
+def _indexed(directory: Path, called: str) -> set[Path]:
+    """Files that the directory's index names, there or not; none if there is no index."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        return {directory / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{called}: {index.name} is malformed ({error!r}): fetch it again") from None
+
+
+def shapes_of(hf: Qwen3VLConfig) -> Shapes:
+    """What the mapping has to know of a model."""
+    text: Any = hf.text_config
+    return Shapes(
+        layers=text.num_hidden_layers,
+        kv_groups=text.num_key_value_heads,
+        vocab=text.vocab_size,
+        tied=bool(hf.tie_word_embeddings),
+    )
+
+
 class HuggingFaceWeights:
-    """Names, shapes and contents of a directory's safetensors, and the table that maps them.
+    """A directory's safetensors, and the table that maps them.
 
     Raises UserError naming the file if one is unreadable or the names are not those of the model.
     """
 
     def __init__(self, directory: Path, hf: Qwen3VLConfig, layout: Layout, *, fused_norms: bool) -> None:
         self.directory = directory
-        self._files: dict[str, Path] = {}
-        self.lengths: dict[str, list[int]] = {}
-        """Shape by name."""
-        for file in sorted(directory.glob("*.safetensors")):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    for name in opened.keys():  # noqa: SIM118 (not a dict)
-                        self._files[name] = file
-                        self.lengths[name] = opened.get_slice(name).get_shape()
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"model.path={directory}: {file.name} is not readable ({error}): fetch it again"
-                ) from None
-        text: Any = hf.text_config
-        self.shapes = Shapes(
-            layers=text.num_hidden_layers,
-            kv_groups=text.num_key_value_heads,
-            vocab=text.vocab_size,
-            tied=bool(hf.tie_word_embeddings),
-        )
-        vision = [name for name in self._files if name.startswith("model.visual.")]
-        stages = layout.parallel.stage_layers(text.num_hidden_layers)
+        self._tensors = SafetensorsDirectory(directory)
+        self.lengths = self._tensors.lengths
+        self.shapes = shapes_of(hf)
+        vision = [name for name in self.lengths if name.startswith("model.visual.")]
+        stages = layout.parallel.stage_layers(self.shapes.layers)
         self.entries = table(self.shapes, vision, stages=stages, fused_norms=fused_norms)
-        expected = {name for entry in self.entries for name in entry.hf}
-        spare = set(self._files) - expected - ({"lm_head.weight"} if self.shapes.tied else set())
-        if lacking := sorted(expected - set(self._files)) or sorted(spare):
-            what = "lack" if expected - set(self._files) else "hold unknown"
-            raise UserError(
-                f"model.path={directory}: the safetensors {what} {lacking[0]} ({len(lacking)} in all): fetch them again"
-            )
+        self._tensors.check_names(self.entries, self.shapes)
 
     def load(self, model: torch.nn.Module, layout: Layout) -> None:
         """Copy this rank's slices into `model`."""
@@ -66,11 +106,8 @@ class HuggingFaceWeights:
         if set(parameters) != {entry.megatron for entry in mine}:
             odd = sorted(set(parameters) ^ {entry.megatron for entry in mine})
             raise RuntimeError(f"parameters outside the mapping, or the reverse: {odd[:4]}")
-        opened: dict[Path, Any] = {}
         for entry in mine:
-            for file in {self._files[name] for name in entry.hf} - set(opened):
-                opened[file] = safe_open(file, framework="pt")
-            sources = [opened[self._files[name]].get_slice(name) for name in entry.hf]
+            sources = self._tensors.slices(entry.hf)
             value = to_megatron(entry, sources, self.shapes, rank=layout.tp_rank, ranks=layout.tp)
             target = parameters[entry.megatron]
             if target.shape != value.shape:

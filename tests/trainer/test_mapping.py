@@ -24,7 +24,7 @@ SHAPES = Shapes(layers=4, kv_groups=4, vocab=50, tied=True)
 def test_round_trip(slicing: Slicing, heights: list[int], ranks: int) -> None:
     """to_hf undoes to_megatron bit by bit, at every tensor-parallel size, vocabularies that do not divide included."""
     whole = [torch.randn(height, 16) for height in heights]
-    entry = Entry("m", tuple("abc"[: len(heights)]), slicing, 0)
+    entry = Entry("m", tuple("abc"[: len(heights)]), slicing, 0, "m")
     pieces = [to_megatron(entry, whole, SHAPES, rank=rank, ranks=ranks) for rank in range(ranks)]
     if slicing is Slicing.VOCAB:
         assert sum(len(piece) for piece in pieces) == padded_vocab(50, ranks)
