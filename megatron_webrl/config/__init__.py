@@ -1,6 +1,7 @@
 """Configuration: pydantic models, YAML plus `key=value`, validation.  Imports no torch."""
 
 from megatron_webrl.config.checks import ModelShape, check_files, check_layout, model_shape
+from megatron_webrl.config.estimate import RankEstimate, Workload, estimate
 from megatron_webrl.config.load import dump, load_config, validate
 from megatron_webrl.config.models import (
     AgentConfig,
@@ -31,15 +32,18 @@ __all__ = [
     "ObserveConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "RankEstimate",
     "ReplayConfig",
     "RunConfig",
     "SamplingConfig",
     "SftConfig",
     "TasksConfig",
     "TrainerConfig",
+    "Workload",
     "check_files",
     "check_layout",
     "dump",
+    "estimate",
     "load_config",
     "model_shape",
     "validate",

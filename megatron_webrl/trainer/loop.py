@@ -23,6 +23,7 @@ from megatron_webrl.replay import BatchTimeout
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
+from megatron_webrl.trainer.prefetch import Prefetcher, fetch_images
 from megatron_webrl.trainer.refresh import WeightPublisher
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
 from megatron_webrl.wire import BlockingClient, WireError
@@ -35,10 +36,8 @@ from megatron_webrl.wire.messages import (
     FetchGroups,
     Generate,
     Generated,
-    GetImages,
     GetReplayState,
     Groups,
-    Images,
     ListEngines,
     Manifest,
     NeedImages,
@@ -88,6 +87,7 @@ class TrainerLoop:
     ) -> None:
         self.config = config
         self.rank = rank
+        self.step, self.version = 0, -1
         self._run_id = run_id
         self._tracer = tracer
         self._coordinator = BlockingClient(coordinator_address, run_id, f"trainer-{rank}")
@@ -111,6 +111,7 @@ class TrainerLoop:
             if rank == 0
             else None
         )
+        self._prefetcher = self._prefetch(run_id, coordinator_address, store_address)
         self._threads = ThreadPoolExecutor(1, "probe")
         self._probe: Future[list[tuple[str, Row]]] | None = None
         self._prompt: _Prompt | None = None
@@ -120,7 +121,6 @@ class TrainerLoop:
         """For the next batch."""
         self._saving_s: float | None = None
         """That training stood still for a checkpoint since the step before."""
-        self.step, self.version = 0, -1
         self._checkpoints = Checkpoints(
             self._trainer, Path(config.run_dir), durable=lambda step: self._tell(CheckpointDurable(step))
         )
@@ -158,12 +158,29 @@ class TrainerLoop:
                 elif order == "finish":
                     time.sleep(RETRY_S)
         finally:
+            if self._prefetcher is not None:
+                self._prefetcher.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
             if self._publisher is not None:
                 self._publisher.close()
             self._trainer.close()
             self._coordinator.close()
             self._store.close()
+
+    def _prefetch(self, run_id: str, coordinator_address: str, store_address: str) -> Prefetcher | None:
+        pixels, layout = self._trainer.pixels, self._trainer.layout
+        if pixels is None:
+            return None
+        return Prefetcher(
+            pixels,
+            coordinator_address=coordinator_address,
+            store_address=store_address,
+            run_id=run_id,
+            name=f"prefetch-{self.rank}",
+            shard=layout.dp_rank,
+            shards=layout.dp,
+            version=lambda: self.version,
+        )
 
     # Orders ---------------------------------------------------------------------------------------------------------
 
@@ -241,12 +258,10 @@ class TrainerLoop:
         return self._coordinator.request(FetchGroups(group_ids), timeout=RPC_TIMEOUT_S, expect=Groups).groups
 
     def _fetch_images(self, digests: list[str]) -> dict[str, bytes]:
-        reply = self._store.request(GetImages(digests), timeout=RPC_TIMEOUT_S, expect=Images)
-        if reply.missing:
-            raise RuntimeError(
-                f"{len(reply.missing)} screenshots of the batch are not in the store: {reply.missing[:3]}"
-            )
-        return reply.images
+        images, missing = fetch_images(self._store, digests)
+        if missing:
+            raise RuntimeError(f"{len(missing)} screenshots of the batch are not in the store: {missing[:3]}")
+        return images
 
     # Publishing -----------------------------------------------------------------------------------------------------
 

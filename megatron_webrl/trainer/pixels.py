@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -46,9 +46,15 @@ class PixelStore:
             return sorted(set(digests) - set(self._images))
 
     @property
-    def full(self) -> bool:
-        """Whether what is decoded ahead would push out what is here."""
-        return self.bytes >= self._limit
+    def crowded(self) -> bool:
+        """Whether half of the bound is used, so that no more should be decoded ahead."""
+        return 2 * self.bytes >= self._limit
+
+    def settle(self) -> None:
+        """Return when all that was added is decoded, or after a deadline."""
+        with self._lock:
+            futures = [image.patches for image in self._images.values() if image.patches is not None]
+        wait(futures, DECODE_TIMEOUT_S)
 
     def add(self, images: Mapping[str, bytes]) -> None:
         """Begin to decode encoded images by digest."""
