@@ -236,13 +236,13 @@ def _ledger(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from megatron_webrl.launch import Display
-    from megatron_webrl.trainer import conversion
+    from megatron_webrl.trainer import conversion, weight_files
 
     options = {name: value for name, value in vars(arguments).items() if name not in ("run", "way")}
-    ways: dict[str, Callable[..., conversion.Comparison]] = {
+    ways: dict[str, Callable[..., weight_files.Comparison]] = {
         "hf-to-megatron": conversion.hf_to_megatron,
         "megatron-to-hf": conversion.megatron_to_hf,
-        "verify": conversion.verify,
+        "verify": weight_files.verify,
     }
     with Display("convert") as display:
         try:

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face directories and Megatron's distributed checkpoints, and their comparison.
+"""Conversion between Hugging Face directories and Megatron's distributed checkpoints.
 
 Tensor by tensor: what is in memory is one whole tensor with its slices, never a model.  What is written appears whole or
 not at all, after it was read back and found equal to its source.
@@ -6,17 +6,14 @@ not at all, after it was read back and found equal to its source.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,29 +23,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_webrl.config import ParallelConfig
 from megatron_webrl.config.checks import check_parallel, model_shape
@@ -60,247 +43,30 @@ from megatron_webrl.trainer.mapping import (
     LAYER_STATES,
     Entry,
     Piece,
-    Shapes,
-    Slicing,
     pieces,
-    table,
-    to_hf,
     to_megatron,
     whole_shape,
 )
-from megatron_webrl.trainer.weights import SafetensorsDirectory, copy_all_but_weights, shapes_of
+from megatron_webrl.trainer.weight_files import (
+    CONVERSION_FILE,
+    DTYPES,
+    Checkpoint,
+    Comparison,
+    HuggingFaceCheckpoint,
+    MegatronCheckpoint,
+    Progress,
+    as_bytes,
+    called,
+    compare,
+    is_megatron,
+    neither,
+    tell,
+)
+from megatron_webrl.trainer.weights import copy_all_but_weights
 
-Progress = Callable[[str, int, int, str], None]
-"""(what is being done, done, total, unit)."""
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By the name that safetensors gives them."""
-CONVERSION_FILE = "conversion.json"
-"""In a checkpoint that was converted: {"dtypes": dtype of each Hugging Face tensor, as safetensors calls it}."""
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OPTIMIZER = "optimizer."
 _ROOM = 1.02
 """Headers, indices and tokenizer files on top of the tensors."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What config.json says of a model's tensors."""
-
-    shapes: Shapes
-    lengths: Mapping[str, tuple[int, ...]]
-    """Shape by Hugging Face name; a tied output layer is not among them."""
-
-    @classmethod
-    def of(cls, directory: Path, key: str) -> Architecture:
-        """Raises UserError if `directory` has no config.json of a Qwen3-VL.  key: what errors call it."""
-        with _called(key):
-            model_shape(directory)
-        try:
-            config = Qwen3VLConfig.from_pretrained(directory)
-            with torch.device("meta"):
-                model = Qwen3VLForConditionalGeneration(config)
-        except Exception as error:
-            raise UserError(f"{key}={directory}: config.json is malformed ({error}): fetch the model again") from None
-        found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        shapes = shapes_of(config)
-        if shapes.tied:
-            found.pop("lm_head.weight", None)
-        architecture = cls(shapes, found)
-        if odd := sorted(set(found) ^ {name for entry in architecture.entries([shapes.layers]) for name in entry.hf}):
-            raise UserError(f"{key}={directory}: config.json describes {odd[0]}, which the mapping does not know")
-        return architecture
-
-    def entries(self, stages: Sequence[int]) -> list[Entry]:
-        """The mapping table with so many decoder layers on each stage, without copies of tied weights."""
-        vision = [name for name in self.lengths if name.startswith("model.visual.")]
-        return [e for e in table(self.shapes, vision, stages=stages, fused_norms=True) if e.exported]
-
-    def of_entry(self, entry: Entry) -> list[tuple[int, ...]]:
-        """Shapes of an entry's Hugging Face tensors, in order."""
-        return [self.lengths[name] for name in entry.hf]
-
-
-class HuggingFaceCheckpoint:
-    """A directory with config.json and safetensors.
-
-    key: what errors call it.  Raises UserError naming what is missing, unreadable, unknown or of another shape.
-    """
-
-    def __init__(self, directory: Path, key: str) -> None:
-        self.directory = self.files = directory
-        self.architecture = Architecture.of(directory, key)
-        self.tensors = SafetensorsDirectory(directory, key=key)
-        if not self.tensors.lengths:
-            raise UserError(f"{key}={directory} has no *.safetensors: give a complete Hugging Face directory")
-        self.tensors.check_names(self.architecture.entries([self.architecture.shapes.layers]), self.architecture.shapes)
-        self.dtypes: dict[str, torch.dtype] = {}
-        for name, length in self.architecture.lengths.items():
-            if tuple(self.tensors.lengths[name]) != length:
-                raise UserError(
-                    f"{key}={directory}: {name} has shape {self.tensors.lengths[name]}, but config.json says {list(length)}: "
-                    "the files are of different models"
-                )
-            if self.tensors.dtypes[name] not in DTYPES:
-                raise UserError(
-                    f"{key}={directory}: {name} is {self.tensors.dtypes[name]}: only {', '.join(DTYPES)} can be converted"
-                )
-            self.dtypes[name] = DTYPES[self.tensors.dtypes[name]]
-
-    def read(self, entry: Entry) -> list[Tensor]:
-        """The entry's tensors, whole, in order of `hf`."""
-        return [part[:] for part in self.tensors.slices(entry.hf)]
-
-
-class MegatronCheckpoint:
-    """A distributed checkpoint: of a training run, or converted.  An optimizer in it is passed over.
-
-    key: what errors call it; model: a Hugging Face directory with the model's config.json, for checkpoints without one;
-    dtype: what every tensor is read as, instead of as it was before it was converted, or is stored.
-    Raises UserError naming what is missing, unreadable, unknown or of another shape.
-    """
-
-    def __init__(
-        self, directory: Path, key: str, *, model: Path | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        self.directory, self._called = directory, f"{key}={directory}"
-        self.files = model or directory / HF_FOLDER
-        if not self.files.is_dir():
-            remedy = "give a Hugging Face directory" if model else "give the run's model.path as --model HF_DIR"
-            raise UserError(f"{self._called}: there is no {self.files} with the model's config.json: {remedy}")
-        self.architecture = Architecture.of(self.files, "--model" if model else key)
-        self._reader = FileSystemReader(directory)
-        try:
-            metadata: Metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            self._stored = {
-                key: stored
-                for key, stored in metadata.state_dict_metadata.items()
-                if isinstance(stored, TensorStorageMetadata)
-            }
-        except (
-            OSError,
-            AttributeError,
-            EOFError,
-            ImportError,
-            IndexError,
-            ValueError,
-            pickle.UnpicklingError,
-        ) as error:
-            raise self._broken(f".metadata cannot be read ({error!r})") from None
-        self._check_tensors()
-        recorded = self._recorded_dtypes()
-        self.dtypes = {
-            name: dtype or recorded.get(name) or self._stored[entry.stored].properties.dtype
-            for entry in self.architecture.entries([self.architecture.shapes.layers])
-            for name in entry.hf
-        }
-
-    def _check_tensors(self) -> None:
-        shapes = self.architecture.shapes
-        known = set()
-        for entry in self.architecture.entries([shapes.layers]):
-            known.add(entry.stored)
-            if entry.stored not in self._stored:
-                raise self._broken(f"it lacks {entry.stored}")
-            found = tuple(self._stored[entry.stored].size)
-            whole = whole_shape(entry, self.architecture.of_entry(entry), shapes, ranks=1)
-            stack = () if entry.layer is None else (shapes.layers,)
-            padded = found[0] >= whole[0] and found[1:] == whole[1:]
-            if found != (*stack, *whole) and not (entry.slicing is Slicing.VOCAB and padded):
-                raise UserError(
-                    f"{self._called}: {entry.stored} has shape {list(found)}, but {self.files / 'config.json'} says "
-                    f"{[*stack, *whole]}: they are of different models"
-                )
-        if unknown := sorted(key for key in set(self._stored) - known if not key.startswith(_OPTIMIZER)):
-            raise UserError(
-                f"{self._called}: it holds {unknown[0]} ({len(unknown)} unknown tensors in all), which a Qwen3-VL of "
-                f"{self.files / 'config.json'} has not"
-            )
-
-    def _recorded_dtypes(self) -> dict[str, torch.dtype]:
-        file = self.directory / CONVERSION_FILE
-        try:
-            return {name: DTYPES[dtype] for name, dtype in json.loads(file.read_text())["dtypes"].items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._broken(f"{file.name} is malformed ({error!r})") from None
-
-    def check_files(self, progress: Progress) -> None:
-        """Raises UserError naming the file if one is not what was written."""
-        try:
-            hashes: dict[str, str] = json.loads((self.directory / "integrity.json").read_text())["files"]
-            total = sum((self.directory / name).stat().st_size for name in hashes)
-            done = 0
-            for name, expected in hashes.items():
-                found = hashlib.sha256()
-                with (self.directory / name).open("rb") as opened:
-                    while block := opened.read(1 << 24):
-                        found.update(block)
-                        done += len(block)
-                        _tell(progress, "checking files", done, total)
-                if found.hexdigest() != expected:
-                    raise self._broken(f"{name} is not what was written (SHA-256)")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._broken(f"integrity.json or a file that it names cannot be read ({error})") from None
-
-    def read(self, entry: Entry) -> list[Tensor]:
-        """The entry's tensors, whole, in order of `hf`, without the padding of the vocabulary."""
-        stored = self._stored[entry.stored]
-        size, offset = torch.Size(stored.size), torch.Size([0] * len(stored.size))
-        if entry.layer is not None:
-            size, offset = torch.Size([1, *size[1:]]), torch.Size([entry.layer, *offset[1:]])
-        whole = torch.empty(size, dtype=stored.properties.dtype)
-        items = create_read_items_for_chunk_list(entry.stored, stored, [ChunkStorageMetadata(offset, size)])
-        if sum(math.prod(item.lengths) for item in items) != whole.numel():
-            raise self._broken(f"parts of {entry.stored} are not in it")
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(whole))
-        except Exception as error:  # of torch.load on bytes that are none of its own: any
-            files = sorted({self._reader.storage_data[item.storage_index].relative_path for item in items})
-            raise self._broken(f"{', '.join(files)}: {entry.stored} cannot be read ({error})") from None
-        heights = [length[0] for length in self.architecture.of_entry(entry)]
-        tensors = to_hf(entry, [whole if entry.layer is None else whole[0]], self.architecture.shapes, heights)
-        return [tensor.to(self.dtypes[name]) for name, tensor in zip(entry.hf, tensors, strict=True)]
-
-    def _broken(self, problem: str) -> UserError:
-        return UserError(f"{self._called}: {' '.join(problem.split())}: take another checkpoint, or convert it again")
-
-
-Checkpoint = HuggingFaceCheckpoint | MegatronCheckpoint
-
-
-class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return self._target[tuple(slice(start, start + length) for start, length in places)]
-
-
-def open_checkpoint(directory: Path, key: str, *, model: Path | None = None) -> Checkpoint:
-    """Whichever it is.  Raises UserError if it is neither, or cannot be read."""
-    if _is_megatron(directory):
-        return MegatronCheckpoint(directory, key, model=model)
-    if (directory / "config.json").exists():
-        return HuggingFaceCheckpoint(directory, key)
-    raise _neither(directory, key)
-
-
-def _is_megatron(directory: Path) -> bool:
-    return (directory / "metadata.json").exists() or (directory / ".metadata").exists()
-
-
-def _neither(directory: Path, key: str) -> UserError:
-    what = "does not exist" if not directory.exists() else "holds neither config.json nor Megatron's metadata.json"
-    return UserError(
-        f"{key}={directory} {what}: give a Hugging Face directory, or a checkpoint such as RUN/checkpoints/step-000020"
-    )
 
 
 # From Hugging Face to Megatron
@@ -315,8 +81,8 @@ def hf_to_megatron(
     """
     if not (source / "config.json").exists():
         raise (
-            _neither(source, "SRC")
-            if not _is_megatron(source)
+            neither(source, "SRC")
+            if not is_megatron(source)
             else UserError(f"SRC={source} is a Megatron checkpoint already: use megatron-to-hf")
         )
     stages = _stages(source, tp, pp, first_stage_layers)
@@ -334,7 +100,7 @@ def hf_to_megatron(
 
 def _stages(source: Path, tp: int, pp: int, first_stage_layers: int | None) -> list[int]:
     """Decoder layers of each stage.  Raises UserError in the words of the command line."""
-    with _called("SRC"):
+    with called("SRC"):
         shape = model_shape(source)
         try:
             parallel = ParallelConfig(tp=tp, pp=pp, first_stage_layers=first_stage_layers)
@@ -439,7 +205,7 @@ class _SavePlan(DefaultSavePlanner):
         tensor = self._slice(source.entry, source.rank)[source.piece.rows]
         assert self._progress is not None and write_item.tensor_data is not None
         self._done += tensor.numel() * source.dtype.itemsize
-        _tell(self._progress, "writing", self._done, self.bytes)
+        tell(self._progress, "writing", self._done, self.bytes)
         return tensor.to(source.dtype).reshape(write_item.tensor_data.chunk.sizes)
 
     def _slice(self, entry: Entry, rank: int) -> Tensor:
@@ -469,9 +235,9 @@ def megatron_to_hf(
     Raises UserError if something is wrong with `source` or the size, `target` exists, or there is no room.
     """
     limit = _parse_size(max_shard_size)
-    if not _is_megatron(source):
+    if not is_megatron(source):
         raise (
-            _neither(source, "SRC")
+            neither(source, "SRC")
             if not (source / "config.json").exists()
             else UserError(f"SRC={source} is a Hugging Face directory already: use hf-to-megatron")
         )
@@ -495,9 +261,9 @@ def megatron_to_hf(
                 path, offset = places[name]
                 with path.open("r+b") as opened:
                     opened.seek(offset)
-                    opened.write(_bytes(tensor))
+                    opened.write(as_bytes(tensor))
                 done += sizes[name]
-                _tell(progress, "writing", done, total)
+                tell(progress, "writing", done, total)
         if len(shards) > 1:
             files = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -555,76 +321,6 @@ def _set_dtype(file: Path, dtype: str) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-# Comparison
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Of two checkpoints, tensor by tensor."""
-
-    tensors: int
-    parameters: int
-    digest: str
-    """SHA-256 over those of all tensors of the first."""
-    differing: list[str]
-    """What differs, a line a tensor."""
-
-
-def verify(first: Path, second: Path, *, model: Path | None = None, progress: Progress) -> Comparison:
-    """Compare two checkpoints of either kind.  model: for a Megatron checkpoint that lacks its config.json.
-
-    Raises UserError if one cannot be read.
-    """
-    a, b = (open_checkpoint(path, key, model=model) for path, key in ((first, "A"), (second, "B")))
-    return compare(a, b, progress)
-
-
-def compare(a: Checkpoint, b: Checkpoint, progress: Progress) -> Comparison:
-    """Names, shapes, dtypes and the SHA-256 of what each tensor holds."""
-    lengths, others = a.architecture.lengths, b.architecture.lengths
-    differing = [f"{name} is in {c.directory} only" for c, lacks in ((a, others), (b, lengths))
-                 for name in c.architecture.lengths if name not in lacks]  # fmt: skip
-    total, done = sum(math.prod(length) for length in lengths.values()), 0
-    overall = hashlib.sha256()
-    for entry in a.architecture.entries([a.architecture.shapes.layers]):
-        comparable = all(lengths[name] == others.get(name) for name in entry.hf)
-        both = zip(entry.hf, a.read(entry), b.read(entry) if comparable else [None] * len(entry.hf), strict=True)
-        for name, one, other in both:
-            digest = _digest(one)
-            overall.update(f"{name} {digest}\n".encode())
-            done += one.numel()
-            _tell(progress, "comparing", done, total, "M parameters")
-            if name in others and lengths[name] != others[name]:
-                differing.append(f"{name} has shape {list(lengths[name])} and {list(others[name])}")
-            elif other is not None and one.dtype != other.dtype:
-                differing.append(f"{name} is {_name(one.dtype)} and {_name(other.dtype)}")
-            elif other is not None and digest != _digest(other):
-                differing.append(f"{name} holds other values")
-    return Comparison(len(lengths), total, overall.hexdigest(), differing)
-
-
-def _proved(source: Checkpoint, written: Checkpoint, progress: Progress) -> Comparison:
-    found = compare(source, written, progress)
-    if found.differing:
-        raise UserError(
-            f"what was written differs from what was read: {found.differing[0]} ({len(found.differing)} tensors): the disk "
-            "or the memory is at fault; nothing was kept"
-        )
-    return found
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # What both directions do
 
 
@@ -662,16 +358,11 @@ def _appearing(target: Path, size: int) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def _called(key: str) -> Iterator[None]:
-    """Errors of the configuration's checks, in the words of the command line."""
-    try:
-        yield
-    except UserError as error:
-        text = re.sub(r"trainer\.parallel\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), str(error))
-        text = text.replace("first_stage_layers", "--first-stage-layers")
-        raise UserError(text.replace("model.path=", f"{key}=")) from None
-
-
-def _tell(progress: Progress, what: str, done: int, total: int, unit: str = "MB") -> None:
-    progress(what, done // 10**6, total // 10**6, unit)
+def _proved(source: Checkpoint, written: Checkpoint, progress: Progress) -> Comparison:
+    found = compare(source, written, progress)
+    if found.differing:
+        raise UserError(
+            f"what was written differs from what was read: {found.differing[0]} ({len(found.differing)} tensors): the disk "
+            "or the memory is at fault; nothing was kept"
+        )
+    return found

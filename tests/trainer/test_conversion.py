@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save_file
 from megatron_webrl.cli import main
 from megatron_webrl.errors import UserError
 from megatron_webrl.trainer import PolicyTrainer, conversion, rows_of
-from megatron_webrl.trainer.conversion import hf_to_megatron, megatron_to_hf, verify
+from megatron_webrl.trainer.conversion import hf_to_megatron, megatron_to_hf
+from megatron_webrl.trainer.weight_files import Architecture, Comparison, Progress, verify
+from megatron_webrl.trainer.weights import copy_all_but_weights
 
 LAYOUTS: list[dict[str, int]] = [
     {},
@@ -38,7 +40,7 @@ def silent(what: str, done: int, total: int, unit: str) -> None:
     pass
 
 
-def to_megatron(source: Path, target: Path, **layout: int) -> conversion.Comparison:
+def to_megatron(source: Path, target: Path, **layout: int) -> Comparison:
     options = {"tp": 1, "pp": 1, "first_stage_layers": None, **layout}
     return hf_to_megatron(source, target, **options, progress=silent)  # type: ignore[arg-type]
 
@@ -134,13 +136,14 @@ def load_and_save(rank: int, ranks: int, model: Path, megatron: Path, out: Path,
     for (name, settings), port in zip(TRAINED.items(), ports, strict=True):
         place = {"rank": rank, "world_size": ranks, "master_address": "127.0.0.1", "master_port": port}
         trainer = PolicyTrainer(run_config(model, trainer=settings), **place, total_steps=1)
-        parameters = dict(trainer.model.named_parameters())
+        (chunk,) = trainer.chunks
+        parameters = dict(chunk.named_parameters())
         before = {key: parameter.detach().clone() for key, parameter in parameters.items()}
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
-        state = {"model": trainer.model.sharded_state_dict()}
-        trainer.model.load_state_dict(dist_checkpointing.load(state, str(megatron))["model"])
+        state = {"model": chunk.sharded_state_dict()}
+        chunk.load_state_dict(dist_checkpointing.load(state, str(megatron))["model"])
         for key, parameter in parameters.items():
             assert torch.equal(parameter, before[key]), (name, key)
         recorded = Recorded(trainer.processor, groups=1, size=2, steps=1)
@@ -343,9 +346,7 @@ def megatron_dir(deep_model_dir: Path, tmp_path_factory: pytest.TempPathFactory)
     return directory
 
 
-def both_ways(
-    hf: Path, megatron: Path, target: Path, progress: conversion.Progress = silent
-) -> list[Callable[[], Any]]:
+def both_ways(hf: Path, megatron: Path, target: Path, progress: Progress = silent) -> list[Callable[[], Any]]:
     return [
         lambda: hf_to_megatron(hf, target, tp=2, pp=1, first_stage_layers=None, progress=progress),
         lambda: megatron_to_hf(megatron, target, progress=progress),
@@ -445,12 +446,12 @@ def peak_growth(work: Callable[[], Any]) -> int:
 def test_memory_does_not_grow_with_the_model(deep_model_dir: Path, tmp_path: Path) -> None:
     """A model of 24 layers and 190 MB takes less than a quarter of that, both ways, comparisons included."""
     hf = tmp_path / "hf"
-    conversion.copy_all_but_weights(deep_model_dir, hf)
+    copy_all_but_weights(deep_model_dir, hf)
     config = json.loads((hf / "config.json").read_text())
     config["text_config"] |= {"num_hidden_layers": 24, "hidden_size": 512, "intermediate_size": 2048}
     config["vision_config"]["out_hidden_size"] = 512
     (hf / "config.json").write_text(json.dumps(config))
-    lengths = conversion.Architecture.of(hf, "SRC").lengths
+    lengths = Architecture.of(hf, "SRC").lengths
     weights = {name: torch.randn(length, dtype=torch.bfloat16) for name, length in lengths.items()}
     size = sum(tensor.nbytes for tensor in weights.values())
     assert size > 150e6
