@@ -97,10 +97,11 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     if shape.deepstack > first:
+        where, key = ("chunk", "vp") if parallel.vp > 1 else ("stage", "pp")
         raise UserError(
-            f"trainer.parallel.pp={parallel.pp} with first_stage_layers={json.dumps(parallel.first_stage_layers)} leaves "
-            f"{first} decoder layers on the first stage, but {shape.deepstack} take deepstack features: use a smaller pp, or "
-            "give first_stage_layers at least so many"
+            f"trainer.parallel.{key}={getattr(parallel, key)} leaves {first} decoder layers in the first {where}, but "
+            f"{shape.deepstack} take deepstack features: use a smaller {key}"
+            + (", or give first_stage_layers at least so many" if key == "pp" else "")
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_webrl.config.checks import check_layout, model_shape
-from megatron_webrl.config.models import RunConfig, TrainerConfig
+from megatron_webrl.config.models import ParallelConfig, RunConfig, TrainerConfig
 from megatron_webrl.errors import UserError
 
 RESPONSE_TOKENS = 256
@@ -126,12 +126,13 @@ def estimate(config: RunConfig, row: Workload | None = None) -> list[RankEstimat
     row = row or workload(config, sizes)
     trainer = config.trainer
     parallel = trainer.parallel
-    stages = parallel.stage_layers(sizes.layers)
+    chunks = parallel.stage_layers(sizes.layers)
     length = row.text + row.response + row.images * row.patches // sizes.merge
     rows = max(1, trainer.max_tokens_per_microbatch // length)
     out = []
-    for stage, layers in enumerate(stages):
-        first, last = stage == 0, stage == len(stages) - 1
+    for stage in range(parallel.pp):
+        layers = sum(chunks[stage :: parallel.pp])
+        first, last = stage == 0, stage == parallel.pp - 1
         parameters = _parameters(sizes, layers, first, last, parallel.tp)
         width = 2 if trainer.dtype == "bfloat16" else 4
         state = parameters * (12 if trainer.dtype == "bfloat16" else 8)
@@ -144,12 +145,20 @@ def estimate(config: RunConfig, row: Workload | None = None) -> list[RankEstimat
                 weights=parameters * width,
                 gradients=parameters * 4,
                 optimizer=state // parallel.dp if parallel.distributed_optimizer else state,
-                activations=kept * (len(stages) - stage),
+                activations=int(kept * _in_flight(parallel, stage)),
                 logits=LOGIT_COPIES * 4 * chunk * columns if last else 0,
                 flops=_flops(sizes, trainer, layers, first, last, rows, length, row),
             )
         )
     return out
+
+
+def _in_flight(parallel: ParallelConfig, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once; in a virtual pipeline it is chunks that it counts."""
+    ahead = parallel.pp - stage - 1
+    if parallel.vp == 1:
+        return ahead + 1
+    return (2 * ahead + (parallel.vp - 1) * parallel.pp + 1) / parallel.vp
 
 
 def _parameters(d: Dimensions, layers: int, first: bool, last: bool, tp: int) -> int:

@@ -255,6 +255,9 @@ class ParallelConfig(Section):
     first_stage_layers: int | None = Field(default=None, gt=0)
     """Decoder layers of the first pipeline stage, which also holds the vision tower; the other stages share the rest
     evenly. null: all stages the same."""
+    vp: int = Field(default=1, gt=0)
+    """Virtual pipeline: model chunks a stage holds, of the interleaved schedule, which idles less; all deepstack layers must
+    be in the first chunk."""
     dp: int = Field(default=1, gt=0)
     """Data-parallel size."""
     sequence_parallel: bool = False
@@ -270,7 +273,16 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.dp
 
     def stage_layers(self, layers: int) -> list[int]:
-        """Decoder layers of each pipeline stage.  Raises ValueError, naming the keys, if `layers` cannot be cut so."""
+        """Decoder layers of each pipeline stage, or of each model chunk where a stage holds `vp` of them (chunk j is on stage
+        j mod pp).  Raises ValueError, naming the keys, if `layers` cannot be cut so."""
+        if self.vp > 1:
+            if layers % (self.pp * self.vp):
+                fit = [n for n in range(1, layers + 1) if layers % (self.pp * n) == 0]
+                raise ValueError(
+                    f"trainer.parallel.vp={self.vp} with trainer.parallel.pp={self.pp} does not divide the model's {layers} "
+                    f"decoder layers: use a vp of {fit or 1}, or another pp"
+                )
+            return [layers // (self.pp * self.vp)] * (self.pp * self.vp)
         first = layers // self.pp if self.first_stage_layers is None else self.first_stage_layers
         each, left = divmod(layers - first, max(1, self.pp - 1))
         if left or each < (self.pp > 1) or (self.pp == 1 and first != layers):
@@ -293,6 +305,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 "trainer.parallel.sequence_parallel=true needs trainer.parallel.tp > 1 (it is 1): set tp or switch it off"
             )
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError(
+                f"trainer.parallel.vp={self.vp} needs trainer.parallel.pp > 1 (it is 1): set pp or leave it out"
+            )
+        if self.vp > 1 and self.first_stage_layers is not None:
+            raise ValueError(
+                f"trainer.parallel.first_stage_layers={self.first_stage_layers} has no meaning with trainer.parallel.vp="
+                f"{self.vp}, whose chunks are all the same: leave one of them out"
+            )
         if self.first_stage_layers is not None and self.pp == 1:
             raise ValueError(
                 f"trainer.parallel.first_stage_layers={self.first_stage_layers} needs trainer.parallel.pp > 1 (it is 1): set "
@@ -312,7 +333,8 @@ class TrainerConfig(Section):
     """Activations of the language model that the backward pass computes again instead of keeping: `selective`: those of the
     MLPs; `full`: all but each layer's input, a third more computation."""
     packing: bool = True
-    """Rows of a micro-batch lie end to end in one sequence, none seeing another; false pads them to the longest."""
+    """Rows of a micro-batch lie end to end in one sequence, none seeing another; false pads them to the longest (not with
+    parallel.vp > 1)."""
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)
     """Most tokens of a micro-batch, padding included; a longer row is alone."""
     pixel_bytes: int = Field(default=4 << 30, gt=0)
@@ -339,6 +361,15 @@ class TrainerConfig(Section):
     max_logprob_diff: float | None = Field(default=None, gt=0)
     """Largest |engine − trainer| logprob at a token of the newest version; above it the run ends with an error.
     null: 1e-3 in float32, no bound in bfloat16 (it is logged)."""
+
+    @model_validator(mode="after")
+    def _virtual(self) -> TrainerConfig:
+        if self.parallel.vp > 1 and not self.packing:
+            raise ValueError(
+                f"trainer.packing=false does not go with trainer.parallel.vp={self.parallel.vp}, whose micro-batches have one "
+                "shape: switch packing on, or leave vp out"
+            )
+        return self
 
 
 class SftConfig(Section):

@@ -188,16 +188,18 @@ def collate(
     multiple: int,
     merge_size: int | None,
     device: torch.device,
+    least: int = 1,
 ) -> MicroBatch:
     """Micro-batch of `samples[i]` for i in index.  With no rows it is one padding row without response tokens, which
     lets a rank without work join the collectives.
 
-    multiple: S is a multiple of it; the last packed row is the longer for it, which no other token sees.
+    multiple, least: S is a multiple of the one and at least the other; the last packed row is the longer for it, which no
+    other token sees.
     merge_size: of the image processor; None on pipeline stages after the first, which need no images.
     """
     rows = [samples[i] for i in index]
     lengths = [len(s.ids) for s in rows] or [1]
-    length = -(-(sum(lengths) if packed else max(lengths)) // multiple) * multiple
+    length = -(-max(least, sum(lengths) if packed else max(lengths)) // multiple) * multiple
     count = 1 if packed else len(lengths)
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if packed else np.arange(count)
     """Of each row, as an index into [S, B] flattened; its next token is `count` further."""

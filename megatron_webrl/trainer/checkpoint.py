@@ -250,7 +250,8 @@ def load(trainer: PolicyTrainer, directory: Path) -> Loaded:
         loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory), verify_integrity=True)
     except (OSError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise _broken(directory, str(error)) from None
-    trainer.model.load_state_dict(loaded["model"])
+    for i, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.lr_step = saved["trainer"]["lr_step"]
     trainer.generator.bit_generator.state = saved["trainer"]["generator"]
@@ -281,9 +282,9 @@ def _sharded_state(trainer: PolicyTrainer, *, loading: bool) -> dict[str, Any]:
         "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = trainer.model.sharded_state_dict(metadata=metadata)
+    model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trainer.chunks)}
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer}
+    return {**model, "optimizer": optimizer}
 
 
 def _write_shards(writer: Any, buckets: list[Any]) -> list[Any]:

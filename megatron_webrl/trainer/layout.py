@@ -45,6 +45,7 @@ class Layout:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vp if parallel.vp > 1 else None,
             distributed_timeout_minutes=math.ceil(config.trainer.collective_timeout_s / 60),
         )
         model_parallel_cuda_manual_seed(config.seed)

@@ -47,10 +47,11 @@ class Entry(NamedTuple):
     """One Megatron parameter."""
 
     megatron: str
-    """Its name in the model of its pipeline stage."""
+    """Its name in its chunk of the model."""
     hf: tuple[str, ...]
     slicing: Slicing
     stage: int
+    """Pipeline stage; in a virtual pipeline of pp stages, chunk j in order of layers, which is on stage j mod pp."""
     stored: str
     """Its key in a distributed checkpoint, where names are transformer-engine's and the decoder layers lie in a stack."""
     layer: int | None = None
@@ -72,7 +73,7 @@ def table(shapes: Shapes, vision_names: Sequence[str], *, stages: Sequence[int],
     """All entries of a model, in order of stages.
 
     vision_names: the Hugging Face names under `model.visual.`, kept as they are; stages: decoder layers of each pipeline
-    stage; fused_norms: transformer-engine's layers, where the norm before a linear layer is part of it.
+    stage (or chunk); fused_norms: transformer-engine's layers, where the norm before a linear layer is part of it.
     """
     text = "model.language_model."
     vision = {name.removeprefix("model."): name for name in sorted(vision_names)}

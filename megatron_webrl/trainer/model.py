@@ -75,13 +75,14 @@ def transformer_config(
         mrope_section=list(rope["mrope_section"]),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vp if parallel.vp > 1 else None,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,
-        variable_seq_lengths=True,
+        variable_seq_lengths=parallel.vp == 1,  # the interleaved schedule swaps the shapes of two directions if pp is 2
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models too
         calculate_per_token_loss=True,  # before DDP is built, else gradients are scaled by 1 / dp
         gradient_accumulation_fusion=False,
@@ -119,7 +120,8 @@ Head = Callable[[OutputLayer], Tensor]
 
 
 class Qwen3VL(MegatronModule):
-    """The policy's part on one rank.  Parameters are uninitialised until weights are loaded."""
+    """A chunk of the policy: a rank's part, or one of its parts in a virtual pipeline.  Parameters are uninitialised until
+    weights are loaded."""
 
     def __init__(
         self,
@@ -128,9 +130,13 @@ class Qwen3VL(MegatronModule):
         *,
         first: bool,
         last: bool,
+        chunk: int | None = None,
         overlap_grad_reduce: bool = False,
     ) -> None:
+        """first, last: whether it holds embedding and vision tower, and the output layer; chunk: which of its stage's
+        chunks it is; None where there is one."""
         super().__init__(config)
+        self.vp_stage = chunk
         self.overlap_grad_reduce = overlap_grad_reduce
         text: Any = hf.text_config
         vision: Any = hf.vision_config
@@ -141,7 +147,7 @@ class Qwen3VL(MegatronModule):
         base = float(text.rope_parameters["rope_theta"])
         self.language_model = GPTModel(
             config,
-            _layers(config),
+            _layers(config, chunk),
             vocab_size=padded_vocab(text.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=text.max_position_embeddings,
             pre_process=first,
@@ -150,19 +156,13 @@ class Qwen3VL(MegatronModule):
             rotary_base=int(base),
             share_embeddings_and_output_weights=tied,
             scatter_embedding_sequence_parallel=False,
+            vp_stage=chunk,
         )
         self.language_model.rotary_pos_emb = InterleavedMRoPE(text.head_dim, base)
         self.visual = VisionTower(vision, config.params_dtype) if first else None
         if self.visual is not None and config.tensor_model_parallel_size > 1 and torch.cuda.is_available():
             for parameter in self.visual.parameters():  # replicas whose gradients differ in the last bits would part
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
-        deepstack = len(vision.deepstack_visual_indexes)
-        if first and deepstack > len(self.language_model.decoder.layers):
-            raise UserError(
-                f"trainer.parallel.pp={config.pipeline_model_parallel_size} leaves "
-                f"{len(self.language_model.decoder.layers)} decoder layers on the first stage, but {deepstack} take "
-                "deepstack features: use a smaller pp"
-            )
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Embedding (first stage) or output weight (last stage) when tied: Megatron sums their gradients."""
@@ -322,10 +322,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Decoder layers of this stage."""
+def _layers(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Decoder layers of a chunk of this stage."""
     if layer_spec()[0] == "transformer_engine":
-        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm")
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization="RMSNorm", vp_stage=chunk)
         for layer in block.layer_specs:
             layer.module = DeepstackLayer
         return block
@@ -335,4 +335,4 @@ def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = CausalAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)

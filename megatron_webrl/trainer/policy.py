@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +102,31 @@ class PolicyTrainer:
         log.info("decoder layers: %s (%s)", spec, why)
         self.weights = HuggingFaceWeights(config.model.path, hf, layout, fused_norms=spec == "transformer_engine")
         megatron_config = transformer_config(hf, parallel, dtype, recompute=config.trainer.recompute)
-        self.model = Qwen3VL(
-            megatron_config,
-            hf,
-            first=layout.first_stage,
-            last=layout.last_stage,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-        )
-        self.weights.load(self.model, layout)
-        self.model.to(layout.device)
-        self._ddp = DistributedDataParallel(
-            megatron_config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=parallel.distributed_optimizer,
+        self.chunks = [
+            Qwen3VL(
+                megatron_config,
+                hf,
+                first=layout.first_stage and i == 0,
+                last=layout.last_stage and i == parallel.vp - 1,
+                chunk=i if parallel.vp > 1 else None,
                 overlap_grad_reduce=parallel.overlap_grad_reduce,
-            ),
-            self.model,
-        )
+            )
+            for i in range(parallel.vp)
+        ]
+        """This rank's part of the model: one chunk, or those of a virtual pipeline."""
+        self.weights.load(self.chunks, layout)
+        self._ddp = [
+            DistributedDataParallel(
+                megatron_config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=parallel.distributed_optimizer,
+                    overlap_grad_reduce=parallel.overlap_grad_reduce,
+                ),
+                chunk.to(layout.device),
+            )
+            for chunk in self.chunks
+        ]
         settings = self.optimizer_config
         self.optimizer = megatron_optimizer.get_megatron_optimizer(
             megatron_optimizer.OptimizerConfig(
@@ -133,13 +141,14 @@ class PolicyTrainer:
                 params_dtype=dtype,
                 bf16=dtype is torch.bfloat16,
             ),
-            [self._ddp],
+            self._ddp,
         )
         megatron_config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap_grad_reduce:
-            megatron_config.no_sync_func = self._ddp.no_sync
+            waiting = [chunk.no_sync for chunk in self._ddp]
+            megatron_config.no_sync_func = waiting if parallel.vp > 1 else waiting[0]
         megatron_config.grad_scale_func = self.optimizer.scale_loss
-        slots = self.model.language_model.vocab_size
+        slots = self.chunks[0].language_model.vocab_size
         self.banned = np.ones(slots, dtype=bool)
         self.banned[: self.processor.vocab_size] = False
         self.banned[self.processor.banned_ids()] = True
@@ -178,7 +187,7 @@ class PolicyTrainer:
     def export(self) -> list[tuple[str, Tensor]] | None:
         """Weights by Hugging Face name, whole, on the host, in the training dtype: on rank 0, None elsewhere.  A tied
         output layer is not among them."""
-        return self.weights.export(self.model, self.layout)
+        return self.weights.export(self.chunks, self.layout)
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face directory, whole or not at all."""
@@ -194,6 +203,10 @@ class PolicyTrainer:
     def load(self, directory: Path) -> checkpoint.Loaded:
         """Go on from a checkpoint and return what was saved with it; see `checkpoint.load`."""
         return checkpoint.load(self, directory)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of this rank."""
+        return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -252,7 +265,8 @@ class PolicyTrainer:
         The gradient is that of the summed losses divided by the sum of `count` over all samples of all shards (the response
         tokens), whatever the layout and the micro-batches.  reported: K, how many sums `loss` reports.
         """
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -334,27 +348,46 @@ class PolicyTrainer:
 
     def _run(self, step: Callable[..., Any], samples: Sequence[Sample], *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over micro-batches, each made when its turn comes."""
-        settings = self.config.trainer
+        settings, parallel = self.config.trainer, self.config.trainer.parallel
         parts = split(samples, settings.max_tokens_per_microbatch, packed=settings.packing) or [[]]
+        length = 1  # shapes are exchanged, since they vary
+        if parallel.vp > 1:  # the interleaved schedule takes whole rounds of micro-batches of one length
+            parts += [[]] * (-len(parts) % parallel.pp)
+            length = max(sum(len(samples[i].ids) for i in part) for part in parts)
+            length = -(-max(1, length) // self._multiple) * self._multiple
+        batches = [self._micro_batches(samples, parts, chunk, length) for chunk in range(parallel.vp)]
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=(self._micro_batch(samples, part) for part in parts),
-            model=[self._ddp],
+            data_iterator=batches if parallel.vp > 1 else batches[0],
+            model=self._ddp,
             num_microbatches=len(parts),
-            seq_length=1,  # shapes are exchanged, since they vary
+            seq_length=length,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    def _micro_batch(self, samples: Sequence[Sample], part: Sequence[int]) -> MicroBatch:
+    def _micro_batches(
+        self, samples: Sequence[Sample], parts: Sequence[Sequence[int]], chunk: int, length: int
+    ) -> Iterator[MicroBatch]:
+        """For a chunk of the model, each made when its turn comes, with at least `length` tokens."""
+        for part in parts:
+            yield self._micro_batch(samples, part, chunk, length)
+
+    @property
+    def _multiple(self) -> int:
+        """Of which every micro-batch's length is."""
+        return self.layout.tp if self.config.trainer.parallel.sequence_parallel else 1
+
+    def _micro_batch(self, samples: Sequence[Sample], part: Sequence[int], chunk: int, length: int) -> MicroBatch:
         layout, settings = self.layout, self.config.trainer
         batch = collate(
             samples,
             part,
             packed=settings.packing,
-            multiple=layout.tp if settings.parallel.sequence_parallel else 1,
-            merge_size=self.processor.merge_size if layout.first_stage else None,
+            multiple=self._multiple,
+            least=length,
+            merge_size=self.processor.merge_size if layout.first_stage and chunk == 0 else None,
             device=layout.device,
         )
         if batch.images:  # decoded by the lead alone, and sent on as bytes

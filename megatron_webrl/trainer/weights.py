@@ -99,17 +99,16 @@ class HuggingFaceWeights:
         self.entries = table(self.shapes, vision, stages=stages, fused_norms=fused_norms)
         self._tensors.check_names(self.entries, self.shapes)
 
-    def load(self, model: torch.nn.Module, layout: Layout) -> None:
-        """Copy this rank's slices into `model`."""
-        parameters = dict(model.named_parameters())
-        mine = [entry for entry in self.entries if entry.stage == layout.pp_rank]
-        if set(parameters) != {entry.megatron for entry in mine}:
-            odd = sorted(set(parameters) ^ {entry.megatron for entry in mine})
+    def load(self, chunks: Sequence[torch.nn.Module], layout: Layout) -> None:
+        """Copy this rank's slices into its chunks of the model."""
+        parameters = _parameters(chunks, layout)
+        mine = [entry for entry in self.entries if entry.stage % layout.pp == layout.pp_rank]
+        if odd := sorted(set(parameters) ^ {(entry.stage, entry.megatron) for entry in mine}):
             raise RuntimeError(f"parameters outside the mapping, or the reverse: {odd[:4]}")
         for entry in mine:
             sources = self._tensors.slices(entry.hf)
             value = to_megatron(entry, sources, self.shapes, rank=layout.tp_rank, ranks=layout.tp)
-            target = parameters[entry.megatron]
+            target = parameters[entry.stage, entry.megatron]
             if target.shape != value.shape:
                 raise UserError(
                     f"model.path={self.directory}: {entry.hf[0]} has shape {self.lengths[entry.hf[0]]}, which does not fit "
@@ -118,7 +117,7 @@ class HuggingFaceWeights:
             target.data.copy_(value)
 
     @torch.no_grad()
-    def export(self, model: torch.nn.Module, layout: Layout) -> list[tuple[str, Tensor]] | None:
+    def export(self, chunks: Sequence[torch.nn.Module], layout: Layout) -> list[tuple[str, Tensor]] | None:
         """All weights by Hugging Face name, whole, contiguous, on the host: on rank 0; None elsewhere.
 
         The tensor-parallel pieces are gathered within each stage of the first data-parallel shard, and each stage's first
@@ -126,12 +125,13 @@ class HuggingFaceWeights:
         """
         if layout.dp_rank != 0:
             return None
-        parameters = dict(model.named_parameters())
+        parameters = _parameters(chunks, layout)
         out: list[tuple[str, Tensor]] = []
         for entry in self.entries:
-            if not entry.exported or (layout.pp_rank != entry.stage and layout.rank != 0):
+            here = layout.pp_rank == entry.stage % layout.pp
+            if not entry.exported or (not here and layout.rank != 0):
                 continue
-            whole = self._gather(entry, parameters[entry.megatron], layout) if layout.pp_rank == entry.stage else None
+            whole = self._gather(entry, parameters[entry.stage, entry.megatron], layout) if here else None
             if layout.tp_rank != 0:
                 continue
             for position, name in enumerate(entry.hf):
@@ -153,7 +153,8 @@ class HuggingFaceWeights:
         return to_hf(entry, pieces, self.shapes, [self.lengths[name][0] for name in entry.hf])
 
     def _to_rank_0(self, tensor: Tensor | None, entry: Entry, name: str, layout: Layout, like: Tensor) -> Tensor | None:
-        if entry.stage == 0:
+        stage = entry.stage % layout.pp
+        if stage == 0:
             return tensor
         group = parallel_state.get_pipeline_model_parallel_group()
         if layout.rank != 0:
@@ -161,9 +162,18 @@ class HuggingFaceWeights:
             dist.send(tensor.contiguous().view(torch.uint8), dst=0, group=group)
             return None
         received = torch.empty(self.lengths[name], dtype=like.dtype, device=like.device)
-        source = dist.get_process_group_ranks(group)[entry.stage]
+        source = dist.get_process_group_ranks(group)[stage]
         dist.recv(received.view(torch.uint8), src=source, group=group)
         return received
+
+
+def _parameters(chunks: Sequence[torch.nn.Module], layout: Layout) -> dict[tuple[int, str], torch.nn.Parameter]:
+    """This rank's, by chunk in order of layers and name."""
+    return {
+        (layout.pp_rank + i * layout.pp, name): parameter
+        for i, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def write_directory(directory: Path, weights: list[tuple[str, Tensor]], model_path: Path) -> None:

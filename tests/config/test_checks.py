@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_webrl.config import check_files, model_shape, validate
+from megatron_webrl.config import ParallelConfig, check_files, model_shape, validate
 from megatron_webrl.errors import UserError
 
 CONFIG = {
@@ -107,6 +109,22 @@ def test_wrong_config_json(model: Path, text: str, words: str):
         ({"engine": {"tp": 3}}, "engine.tp=3 does not divide"),
         ({"trainer": {"parallel": {"pp": 4}}}, "trainer.parallel.pp=4 does not divide the model's 6 decoder layers"),
         ({"trainer": {"parallel": {"pp": 6}}}, "2 take deepstack features: use a smaller pp"),
+        (
+            {"trainer": {"parallel": {"pp": 3, "vp": 2}}},
+            "trainer.parallel.vp=2 leaves 1 decoder layers in the first chunk",
+        ),
+        (
+            {"trainer": {"parallel": {"pp": 2, "vp": 2}}},
+            "trainer.parallel.vp=2 with trainer.parallel.pp=2 does not divide",
+        ),
+        (
+            {"trainer": {"parallel": {"pp": 3, "first_stage_layers": 3}}},
+            "which the other 2 stages cannot share evenly: use one of [2, 4]",
+        ),
+        (
+            {"trainer": {"parallel": {"pp": 2, "first_stage_layers": 1}}},
+            "leaves 1 decoder layers in the first stage, but 2 take deepstack features",
+        ),
     ],
 )
 def test_layout_must_fit_the_model(model: Path, sections: dict, words: str):
@@ -117,3 +135,20 @@ def test_layout_must_fit_the_model(model: Path, sections: dict, words: str):
 def test_layouts_that_fit(model: Path):
     """An engine may have more ranks than key-value heads (they are replicated); the trainer may not."""
     check(model, trainer={"parallel": {"tp": 2, "pp": 3}}, engine={"tp": 4})
+
+
+@given(layers=st.integers(1, 96), pp=st.integers(1, 8), vp=st.integers(1, 4), first=st.none() | st.integers(1, 40))
+def test_stages_hold_every_layer_once(layers: int, pp: int, vp: int, first: int | None):
+    """What is not refused adds up, leaves no stage empty, and gives all but the first the same."""
+    refusal = ""
+    try:
+        parallel = ParallelConfig(pp=pp, vp=vp, first_stage_layers=first)
+        stages = parallel.stage_layers(layers)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert "trainer.parallel." in refusal
+        return
+    assert sum(stages) == layers and len(stages) == pp * vp and min(stages) > 0
+    assert len(set(stages[1:])) <= 1
+    assert first is None or stages[0] == first

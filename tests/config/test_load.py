@@ -92,6 +92,16 @@ def test_wrong_override_names_key_value_and_remedy(file: Path, override: str, wo
         (["tasks.train_seeds=[5, 5]"], ["tasks.train_seeds=[5, 5]", "empty range"]),
         (["tasks.held_out_seeds=[100, 200]"], ["tasks.held_out_seeds=[100, 200] overlaps tasks.train_seeds=[0, 1500]"]),
         (["trainer.parallel.sequence_parallel=true"], ["sequence_parallel=true needs trainer.parallel.tp > 1"]),
+        (["trainer.parallel.vp=2"], ["trainer.parallel.vp=2 needs trainer.parallel.pp > 1"]),
+        (["trainer.parallel.first_stage_layers=2"], ["first_stage_layers=2 needs trainer.parallel.pp > 1"]),
+        (
+            ["trainer.parallel.pp=2", "trainer.parallel.vp=2", "trainer.packing=false"],
+            ["trainer.packing=false does not go with trainer.parallel.vp=2"],
+        ),
+        (
+            ["trainer.parallel.pp=2", "trainer.parallel.vp=2", "trainer.parallel.first_stage_layers=2"],
+            ["first_stage_layers=2 has no meaning with trainer.parallel.vp=2"],
+        ),
         (["algorithm.minibatches=17"], ["algorithm.minibatches=17 exceeds replay.groups_per_step=16"]),
         (["algorithm.objective=raft++"], ["algorithm.constant_horizon=10", "raft++", "set it to null"]),
         (

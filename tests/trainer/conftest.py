@@ -25,6 +25,14 @@ def deep_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with eight decoder layers, for virtual pipelines."""
+    from megatron_webrl.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "long", TEXTS, layers=8, seed=3)
+
+
+@pytest.fixture(scope="session")
 def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with an output layer of its own."""
     from megatron_webrl.tiny_model import make_tiny_model

@@ -56,7 +56,7 @@ def material(trainer: PolicyTrainer) -> tuple[list[Row], dict[str, bytes]]:
 def measured(model: Path, case: Case, place: dict[str, Any]) -> dict[str, int]:
     trainer = PolicyTrainer(run_config(model, trainer=sections(case)), **place, total_steps=3)
     rows, images = material(trainer)
-    parameters = list(trainer.model.parameters())
+    parameters = list(trainer.parameters())
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     kept: dict[int, torch.Tensor] = {}
 
@@ -65,13 +65,13 @@ def measured(model: Path, case: Case, place: dict[str, Any]) -> dict[str, int]:
             kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
-    forward = trainer.model.forward
+    forward = trainer.chunks[0].forward
 
     def kept_by_forward(*arguments: Any) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             return forward(*arguments)  # without what is kept while the backward pass computes it again
 
-    trainer.model.forward = kept_by_forward  # type: ignore[method-assign]
+    trainer.chunks[0].forward = kept_by_forward  # type: ignore[method-assign]
     trainer.sft_step(rows, lambda digests: {d: images[d] for d in digests})
     inner = [part.optimizer for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])]
     copies = [p for adam in inner for group in adam.param_groups for p in group["params"]]
@@ -80,7 +80,7 @@ def measured(model: Path, case: Case, place: dict[str, Any]) -> dict[str, int]:
     found = {
         "parameters": sum(p.numel() for p in parameters),
         "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(buffer.grad_data.nbytes for buffer in trainer._ddp.buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in trainer._ddp[0].buffers),
         "optimizer": sum(t.nbytes for t in own),
         "activations": sum(t.untyped_storage().nbytes() for t in kept.values()),
     }

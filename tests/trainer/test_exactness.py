@@ -47,7 +47,11 @@ def cases(world_size: int) -> list[Case]:
             {"dp": 2},
             {"dp": 2, "overlap_grad_reduce": True},
         ],
-        4: [{"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}],
+        4: [
+            {"tp": 2, "pp": 2, "sequence_parallel": True},
+            {"tp": 2, "dp": 2},
+            {"pp": 2, "dp": 2},
+        ],
     }
     out = [{"parallel": p, "packing": packed} for p, packed in product(layouts[world_size], (True, False))]
     recomputed = {1: {}, 2: {"tp": 2, "sequence_parallel": True}, 4: layouts[4][0]}[world_size]
@@ -56,9 +60,13 @@ def cases(world_size: int) -> list[Case]:
 
 QUICK: dict[int, list[tuple[int, Case]]] = {
     1: [(0, {}), (1, {"packing": False}), (0, {"recompute": "full"})],
-    4: [(0, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}), (1, {"parallel": {"tp": 2, "dp": 2}})],
+    4: [
+        (0, {"parallel": {"tp": 2, "pp": 2, "sequence_parallel": True}}),
+        (1, {"parallel": {"tp": 2, "dp": 2}}),
+        (2, {"parallel": {"pp": 2, "vp": 2, "dp": 2}}),
+    ],
 }
-"""Model (0: tied, 1: untied) and case, by world size."""
+"""Model (0: tied, 1: untied, 2: eight layers) and case, by world size."""
 
 
 class Material(NamedTuple):
@@ -150,7 +158,7 @@ def by_trainer(case: Case, directory: Path, place: dict[str, Any], budget: int =
 
         update = trainer.update(samples, loss, reported=1)
         with torch.no_grad():  # gradients are exported by the mapping of the weights: put them in the parameters' place
-            for parameter in trainer.model.parameters():
+            for parameter in trainer.parameters():
                 parameter.copy_(parameter.main_grad)
         return Found(logits, float(update.sums[0]) / update.denominator, dict(trainer.export() or []))
     finally:
@@ -179,9 +187,10 @@ def check(found: list[Found], want: Found, case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(deep_model_dir: Path, untied_model_dir: Path) -> list[tuple[Path, Found]]:
-    """Tied and untied, with what transformers finds."""
-    return [(directory, by_transformers(directory)) for directory in (deep_model_dir, untied_model_dir)]
+def models(deep_model_dir: Path, untied_model_dir: Path, long_model_dir: Path) -> list[tuple[Path, Found]]:
+    """Tied, untied, and with eight layers; with what transformers finds."""
+    directories = (deep_model_dir, untied_model_dir, long_model_dir)
+    return [(directory, by_transformers(directory)) for directory in directories]
 
 
 def compare(models: list[tuple[Path, Found]], chosen: list[tuple[int, Case]], world_size: int) -> None:
@@ -201,5 +210,11 @@ def test_a_few_layouts_are_exact(world_size: int, models: list[tuple[Path, Found
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_layouts_are_exact(world_size: int, models: list[tuple[Path, Found]]) -> None:
-    """Tied and untied, each in all cases."""
-    compare(models, [(model, case) for model in (0, 1) for case in cases(world_size)], world_size)
+    """Tied and untied, each in all cases; and virtual pipelines."""
+    chosen = [(model, case) for model in (0, 1) for case in cases(world_size)]
+    virtual: dict[int, list[dict[str, Any]]] = {
+        1: [],
+        2: [{"pp": 2, "vp": 2}, {"pp": 2, "vp": 2, "overlap_grad_reduce": True}],
+        4: [{"tp": 2, "pp": 2, "vp": 2, "sequence_parallel": True}, {"pp": 4, "vp": 1}],
+    }
+    compare(models, chosen + [(2, {"parallel": parallel}) for parallel in virtual[world_size]], world_size)

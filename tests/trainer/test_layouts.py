@@ -138,3 +138,36 @@ def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
             compare(again.metrics, reference["metrics"][1])
         finally:
             trainer.close()
+
+
+def in_a_virtual_pipeline(rank: int, ranks: int, model: Path, port: int, out: Path) -> dict[str, Any]:
+    place = {"rank": rank, "world_size": ranks, "master_address": "127.0.0.1", "master_port": port}
+    return steps_in(model, {"pp": 2, "vp": 2, "distributed_optimizer": True}, place, out)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_virtual_pipeline_agrees(long_model_dir: Path, tmp_path: Path) -> None:
+    """Two stages of two chunks against one rank: logprobs, metrics of two steps, weights; and its checkpoint goes on in one
+    rank."""
+    alone = {"rank": 0, "world_size": 1, "master_address": "127.0.0.1"}
+    sharded = {"distributed_optimizer": True}
+    reference = steps_in(long_model_dir, sharded, {**alone, "master_port": free_port()}, tmp_path / "one")
+    results = on_ranks(
+        in_a_virtual_pipeline, 2, long_model_dir, free_port(), tmp_path / "vp", preload="megatron_webrl.trainer"
+    )
+    assert results[0]["same"]
+    for result in results:
+        for got, want in zip(result["metrics"], reference["metrics"], strict=True):
+            compare(got, want)
+        for got, want in zip(result["logprobs"], reference["logprobs"], strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5)
+    config = run_config(long_model_dir, trainer={"parallel": sharded}, algorithm={"entropy_coef": 0.01})
+    trainer = PolicyTrainer(config, **alone, master_port=free_port(), total_steps=10)
+    try:
+        recorded = Recorded(trainer.processor, groups=3, size=2)
+        assert trainer.load(tmp_path / "vp" / "checkpoint").state == {"step": 1}
+        again = trainer.train_step(GROUPS, recorded.fetch_groups, recorded.fetch_images, version=3)
+        compare(again.metrics, reference["metrics"][1])
+    finally:
+        trainer.close()

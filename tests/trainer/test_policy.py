@@ -86,7 +86,7 @@ def test_bfloat16_is_near_float32(deep_model_dir: Path, make: Make) -> None:
         report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
         assert report.applied_updates == 1
         metrics.append(report.metrics)
-        assert all(p.main_grad.dtype is torch.float32 for p in trainer.model.parameters())
+        assert all(p.main_grad.dtype is torch.float32 for p in trainer.parameters())
     assert np.abs(logprobs[0] - logprobs[1]).mean() <= 0.02
     for name in ("ppo_actor/grad_norm", "ppo_actor/entropy"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=0.05), name
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, mak
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
     assert trainer.sft_step(rows(recorded), recorded.fetch_images)["sft/skipped_updates"] == 0
     with torch.no_grad():
-        trainer.model.language_model.decoder.final_layernorm.weight[0] = float("nan")
+        trainer.chunks[0].language_model.decoder.final_layernorm.weight[0] = float("nan")
     report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
     assert report.applied_updates == 0
     assert report.metrics["ppo_actor/skipped_updates"] == 4
