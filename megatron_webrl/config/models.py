@@ -285,7 +285,7 @@ class ParallelConfig(Section):
             return [layers // (self.pp * self.vp)] * (self.pp * self.vp)
         first = layers // self.pp if self.first_stage_layers is None else self.first_stage_layers
         each, left = divmod(layers - first, max(1, self.pp - 1))
-        if left or each < (self.pp > 1) or (self.pp == 1 and first != layers):
+        if left or each < (self.pp > 1) or (self.first_stage_layers is None and layers % self.pp):
             if self.first_stage_layers is None:
                 fit = [n for n in range(1, layers + 1) if layers % n == 0]
                 raise ValueError(

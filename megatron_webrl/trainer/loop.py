@@ -356,10 +356,9 @@ class TrainerLoop:
                 replies = probe.result(timeout=2 * PROBE_TIMEOUT_S)
             except TimeoutError:
                 log.warning("no engine answered its probe after the refresh to version %d in time", self.version)
-        replies = self._share(replies)
+        replies, images = self._share((replies, self._prompt.images if replies and self._prompt else {}))
         if not replies:
             return {}
-        images = self._prompt.images if self._prompt is not None else {}
         ours = self._trainer.logprobs([row for _, row in replies], lambda digests: {d: images[d] for d in digests})
         largest = 0.0
         for (name, row), logprobs in zip(replies, ours, strict=True):

@@ -1,4 +1,5 @@
-"""The only place where we patch other people's packages: megatron.core on a CPU, its checkpoints without a manager.
+"""The only place where we patch other people's packages: megatron.core on a CPU, its rotation of packed rows, its
+checkpoints without a manager.
 
 Must be applied before the first import of `megatron.core`; importing `megatron_webrl.trainer` takes care of that.
 """
@@ -22,8 +23,8 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 @functools.cache
 def apply_patches() -> None:
-    """Apply all of them, once.  Where torch sees a GPU, only those for checkpoints and, without transformer-engine and
-    apex, for the optimizer."""
+    """Apply all of them, once.  Where torch sees a GPU, only those for checkpoints and packed rows and, without
+    transformer-engine and apex, for the optimizer."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # GPTModel's deprecation, a line a model
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\..*")
@@ -33,6 +34,7 @@ def apply_patches() -> None:
         _patch_tensor()
         _patch_megatron()
     _patch_optimizer()
+    _rotate_packed_rows_at_once()
     _write_checkpoints_in_process()
 
 
@@ -103,6 +105,22 @@ def _patch_megatron() -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _rotate_packed_rows_at_once() -> None:
+    """Megatron asks the host for the bounds of every packed row, in each layer, for queries and for keys, which a GPU has to
+    wait for.  Our angles are those of each token already, so that rows need not be told apart."""
+    import megatron.core.transformer.attention as attention
+
+    original = attention.apply_rotary_pos_emb
+
+    def apply(t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, **options: Any) -> Tensor:
+        """t [T, heads, D] if packed, freqs [T, 1, 1, D]."""
+        if cu_seqlens is not None and freqs.shape[0] == t.shape[0]:
+            return original(t[:, None], freqs, config, **options)[:, 0]
+        return original(t, freqs, config, cu_seqlens=cu_seqlens, **options)
+
+    attention.apply_rotary_pos_emb = apply
 
 
 def _patch_optimizer() -> None:

@@ -224,10 +224,8 @@ class PolicyTrainer:
         """Fetch, on the lead, those images of this shard's samples that are not here yet, and begin to decode them."""
         if self.pixels is None:
             return
-        digests = {digest for sample in samples for digest in sample.digests}
-        if lacking := self.pixels.lacking(digests):
+        if lacking := self.pixels.begin_step(digest for sample in samples for digest in sample.digests):
             self.pixels.add(fetch_images(lacking))
-        self.pixels.begin_step(digests)
 
     @torch.no_grad()
     def forward(self, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:

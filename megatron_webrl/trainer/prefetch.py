@@ -35,7 +35,7 @@ class Prefetcher:
     """A thread of a data-parallel shard's lead that keeps `pixels` ahead of the trainer, within half of its bound.
 
     It guesses which groups the shard will get: all of them if there is one shard, else as `share_out` would share out
-    what is queued now.  A wrong guess costs a fetch, never a wrong batch.
+    what is queued now.  A wrong guess costs a fetch, and is forgotten when its group has left the queue.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class Prefetcher:
                     self._once(coordinator, store)
                 except WireError as error:  # the trainer itself asks the same, and is the one to say so
                     log.debug("prefetch: %s", error)
+                except Exception:  # the trainer goes on without; but it will have to wait for pixels
+                    log.exception("prefetching screenshots failed")
         finally:
             coordinator.close()
             store.close()
@@ -81,11 +83,12 @@ class Prefetcher:
             return
         question = ListUpcoming(self._version())
         groups = coordinator.request(question, timeout=REQUEST_TIMEOUT_S, expect=Upcoming).groups
+        self._pixels.keep_ahead(digest for _, digests in groups for digest in digests)
         sizes = [len(digests) for _, digests in groups]
         mine = share_out(range(len(groups)), sizes, self._shards)[self._shard]
         lacking = self._pixels.lacking(digest for p in sorted(mine) for digest in groups[p][1])
         for first in range(0, len(lacking), IMAGES_A_MESSAGE):
-            if self._stop.is_set() or self._pixels.crowded:
+            if self._stop.is_set() or self._pixels.far_ahead:
                 return
             images, _ = fetch_images(store, lacking[first : first + IMAGES_A_MESSAGE])
             self._pixels.add(images)
