@@ -119,6 +119,7 @@ class Coordinator:
         self._ledger.end_in_flight("lost_at_restart")
         if resume_step is not None:
             self._ledger.roll_back(resume_step)
+            remove_batches(self._run_dir / "batches", resume_step)
         self._ledger.commit()
         self._sampler = UniformSampler(config.tasks, config.seed)
         self.book = Book(
@@ -137,8 +138,6 @@ class Coordinator:
         self._recorder: BatchRecorder | None = None
         if config.observe.record_batches or config.rollout_only:
             self._recorder = BatchRecorder(self._run_dir / "batches", self._store)
-            if resume_step is not None:
-                remove_batches(self._run_dir / "batches", resume_step)
         self._recordings: set[asyncio.Task[None]] = set()
         self._step = resume_step or 0
         self._version = ROLLOUT_VERSION if config.rollout_only else -1
@@ -239,10 +238,12 @@ class Coordinator:
             waiting = self._want_weights(m.version, asked)
             if self._stopping or waiting:
                 return Manifest(m.step, False, begun, engines_waiting=waiting, stop=self._stopping)
-            if self._out_of_budget(m.step):
+            # The batch before is to be on disk first.  If it cannot be, `run` ends the run.
+            go_on = self._recorder is None or self._recorder.whole or self._recorder.step > m.step
+            if go_on and self._out_of_budget(m.step):
                 self.book.training_allowed = False
                 return Manifest(m.step, False, begun, finished=True)
-            batch = self.book.take(m.step, m.version) if begun else None
+            batch = self.book.take(m.step, m.version) if begun and go_on else None
             if batch is not None:
                 group_ids, lag_max = batch
                 groups = self.book.fetch(group_ids)
@@ -280,8 +281,6 @@ class Coordinator:
         return Upcoming([(group.group_id, group.digests) for group in self.book.upcoming(m.version)])
 
     async def _step_trained(self, _: str, m: StepTrained) -> Done:
-        if self._recorder is not None:
-            await self._recorder.wait()  # its screenshots may go then
         if m.step < self._step:
             return Done()  # a repeat
         self.book.trained(m.step, m.applied_updates)
@@ -469,6 +468,9 @@ class Coordinator:
 
     async def _release(self, owners: list[AttemptKey]) -> None:
         if not owners:
+            return
+        if self._recorder is not None and self._recorder.busy:  # it may still need them
+            self.book.freed.extend(owners)
             return
         try:
             await self._store.request(ReleaseImages(owners), timeout=STORE_TIMEOUT_S, expect=Done)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ class BatchRecorder:
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self, step: int, version: int, groups: list[Group]) -> None:
-        """Record the batch of train step `step`; the same step again (a repeated question) is ignored."""
+        """Record the batch of train step `step`, once the one before is `whole`; the same step again (a repeated question) is
+        ignored."""
         if step != self.step:
+            assert self.whole
             self.step = step
             self._writing = asyncio.create_task(self._write(step, version, groups))
 
@@ -45,10 +48,11 @@ class BatchRecorder:
         """Whether the newest batch is not whole yet."""
         return self._writing is not None and not self._writing.done()
 
-    async def wait(self) -> None:
-        """Until the newest batch is whole, or could not be recorded (`check` says why)."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+    @property
+    def whole(self) -> bool:
+        """Whether the newest batch is on disk (or there is none yet); False for ever if it could not be recorded, which
+        `check` says."""
+        return self._writing is None or (self._writing.done() and self._writing.exception() is None)
 
     def check(self) -> None:
         """Raises what went wrong with the newest batch: UserError if it could not be written, WireError if the store did
@@ -64,14 +68,14 @@ class BatchRecorder:
 
     async def _write(self, step: int, version: int, groups: list[Group]) -> None:
         try:
-            writer = await asyncio.to_thread(BatchWriter, self._directory, step)
+            writer = await _in_thread(BatchWriter, self._directory, step)
             try:
                 for group in groups:
                     images = await self._store.request(GetImages(group.digests), timeout=STORE_TIMEOUT_S, expect=Images)
                     if images.missing:
                         raise RuntimeError(f"group {group.group_id}: the store lacks {images.missing[:3]}")
-                    await asyncio.to_thread(writer.add_images, images.images)
-                await asyncio.to_thread(writer.finish, version, groups)
+                    await _in_thread(writer.add_images, images.images)
+                await _in_thread(writer.finish, version, groups)
             except BaseException:
                 writer.abandon()
                 raise
@@ -80,6 +84,16 @@ class BatchRecorder:
                 f"observe.record_batches: the batch of step {step} cannot be written to {self._directory} ({error.strerror}): "
                 "make room there, or record no batches"
             ) from None
+
+
+async def _in_thread[**P, R](work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """`work` in a thread; cancelled, it waits for the thread: what the caller does next must not race with it."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait([thread])
+        raise
 
 
 def record_group(directory: Path, group: Group, images: dict[str, bytes]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,28 @@ from metrics_page import names_in, names_of
 
 from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.errors import UserError
-from megatron_webrl.replay import BatchTimeout, Coordinator, Ledger, batch_row, decode_state, read_batches
-from megatron_webrl.screenshots import serve_store
+from megatron_webrl.replay import (
+    BatchTimeout,
+    BatchWriter,
+    Coordinator,
+    Ledger,
+    batch_row,
+    decode_state,
+    read_batches,
+    recorder,
+)
+from megatron_webrl.screenshots import ScreenshotStore, serve_store
 from megatron_webrl.tasks import UniformSampler
-from megatron_webrl.trajectory import Assignment, Group, Outcome, Task, Trajectory, encode_steps, image_digest
+from megatron_webrl.trajectory import (
+    Assignment,
+    AttemptKey,
+    Group,
+    Outcome,
+    Task,
+    Trajectory,
+    encode_steps,
+    image_digest,
+)
 from megatron_webrl.wire import Client
 from megatron_webrl.wire.messages import (
     Assignments,
@@ -134,12 +153,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         await system.close()
 
 
-async def test_a_manifest_tells_what_its_groups_cost_and_the_batch_is_recorded_by_the_time_its_step_ends(
+async def test_a_manifest_tells_what_its_groups_cost_and_the_batch_is_recorded_before_the_run_finishes(
     start: Start, tmp_path: Path
 ) -> None:
     """costs: Σ tokens of each group's trajectories, the same when asked again; with observe.record_batches the batch on
-    disk is what the trainer fetched, screenshots too, once StepTrained is acknowledged."""
-    system = start(observe={"record_batches": True})
+    disk is what the trainer fetched, screenshots too, once it is told that it finished."""
+    system = start(observe={"record_batches": True}, trainer={"steps": 1})
     await system.ask(BeginTraining(), Done)
     groups = await system.finish_groups(GROUPS, version=5)
     manifest = await system.ask(Take(0, 5, 1.0), Manifest)
@@ -148,6 +167,7 @@ async def test_a_manifest_tells_what_its_groups_cost_and_the_batch_is_recorded_b
     assert await system.ask(Take(0, 5, 1.0), Manifest) == manifest
     fetched = (await system.ask(FetchGroups(manifest.group_ids), Groups)).groups
     await system.ask(StepTrained(0, 6, 1, {}), Done)
+    assert (await system.ask(Take(1, 6, 5.0), Manifest)).finished
     (batch,) = read_batches(tmp_path / "run" / "batches")
     assert (batch.step, batch.version, batch.group_ids, batch.costs) == (1, 5, manifest.group_ids, manifest.costs)
     assert batch.groups(batch.group_ids) == fetched == groups
@@ -168,12 +188,82 @@ async def test_a_row_has_the_metrics_of_the_run_and_nothing_is_recorded_unless_i
     assert not (tmp_path / "run" / "batches").exists()
 
 
-async def test_a_disk_that_takes_no_batch_ends_the_run(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "run" / "batches").write_text("a file")
+class SlowWriter(BatchWriter):
+    """A fake disk: no batch is whole before it may be."""
+
+    finishing, may_finish = threading.Event(), threading.Event()
+
+    def finish(self, version: int, groups: list[Group]) -> Path:
+        self.finishing.set()
+        assert self.may_finish.wait(10)
+        return super().finish(version, groups)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> type[SlowWriter]:
+    SlowWriter.finishing.clear()
+    SlowWriter.may_finish.clear()
+    monkeypatch.setattr(recorder, "BatchWriter", SlowWriter)
+    return SlowWriter
+
+
+async def test_a_slow_disk_holds_back_the_next_batch_and_not_the_trainer(
+    start: Start, tmp_path: Path, slow_disk: type[SlowWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """StepTrained is acknowledged at once; until the batch is whole its screenshots stay and no other is taken."""
+    released: list[AttemptKey] = []
+    release = ScreenshotStore.release
+    monkeypatch.setattr(ScreenshotStore, "release", lambda store, keys: (released.extend(keys), release(store, keys)))
+    system = start(observe={"record_batches": True})
+    await system.ask(BeginTraining(), Done)
+    groups = await system.finish_groups(2 * GROUPS, version=5)
+    manifest = await system.ask(Take(0, 5, 1.0), Manifest)
+    await system.ask(StepTrained(0, 6, 1, {}), Done)
+    assert not (await system.ask(Take(1, 6, 0.6), Manifest)).ready
+    assert read_batches_in(tmp_path) == []
+    assert released == []
+    slow_disk.may_finish.set()
+    assert (await system.ask(Take(1, 6, 5.0), Manifest)).ready
+    assert read_batches_in(tmp_path) == [1]
+    trained = [t.assignment.key for g in groups if g.group_id in manifest.group_ids for t in g.trajectories]
+    async with asyncio.timeout(10):
+        while set(released) != set(trained):
+            await system.ask(GetStatus(), Status)
+
+
+async def test_a_run_that_ends_while_a_batch_is_written_waits_for_the_writer(
+    start: Start, tmp_path: Path, slow_disk: type[SlowWriter]
+) -> None:
+    """What is given up is not removed under the hands of the thread that writes it."""
     system = start(observe={"record_batches": True})
     await system.ask(BeginTraining(), Done)
     await system.finish_groups(GROUPS, version=5)
     assert (await system.ask(Take(0, 5, 1.0), Manifest)).ready
+    assert await asyncio.to_thread(slow_disk.finishing.wait, 10)
+    threading.Timer(0.2, slow_disk.may_finish.set).start()
+    await system.close()
+    assert [file.name for file in (tmp_path / "run" / "batches").iterdir()] == ["step-000001"]
+    assert read_batches_in(tmp_path) == [1]
+
+
+def read_batches_in(directory: Path) -> list[int]:
+    """Steps of the whole batches."""
+    with contextlib.suppress(UserError):
+        return [batch.step for batch in read_batches(directory / "run" / "batches")]
+    return []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+async def test_a_disk_that_takes_no_batch_ends_the_run(start: Start, tmp_path: Path, trained: bool) -> None:
+    """Also if the step ends, and another batch is asked for, before anybody looked: none is taken in its place."""
+    (tmp_path / "run" / "batches").write_text("a file")
+    system = start(observe={"record_batches": True})
+    await system.ask(BeginTraining(), Done)
+    await system.finish_groups(2 * GROUPS, version=5)
+    assert (await system.ask(Take(0, 5, 1.0), Manifest)).ready
+    if trained:
+        await system.ask(StepTrained(0, 6, 1, {}), Done)
+        assert not (await system.ask(Take(1, 6, 0.0), Manifest)).ready
     with pytest.raises(UserError, match=r"observe\.record_batches: the batch of step 1 .*Not a directory"):
         await asyncio.wait_for(system.role, 10)
 
@@ -287,14 +377,18 @@ async def test_a_resumed_coordinator_practises_what_was_begun_and_goes_on_in_ord
     assert begun[0].group_id > running.group_id, "group ids never repeat"
 
 
-async def test_without_a_replay_state_the_task_order_goes_on_after_all_that_was_drawn(start: Start) -> None:
+async def test_without_a_replay_state_the_task_order_goes_on_after_all_that_was_drawn(
+    start: Start, tmp_path: Path
+) -> None:
     system = start()
     await system.ask(BeginTraining(), Done)
     await system.finish_groups(3)
     await system.close()
     sampler = UniformSampler(system.config.tasks, system.config.seed)
     unbroken = [sampler.draw() for _ in range(5)]
+    BatchWriter(tmp_path / "run" / "batches", 1).finish(0, [])
     again = start({"resume_step": 0})
+    assert read_batches_in(tmp_path) == [], "rolled back, though this start records none"
     await again.ask(BeginTraining(), Done)
     assert [g.task for g in await again.finish_groups(2)] == unbroken[3:]
 
