@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,6 +25,8 @@ from megatron_webrl.processes import MARK, reap
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0
+DYING_S = 2.0
+"""A role that fails takes others along: so long after one is found dead, the others' reasons are waited for."""
 _PREFIX = "mwebrl-"
 
 
@@ -181,36 +183,50 @@ class Cluster:
 
     def check(self, *, may_end: tuple[str, ...] = ()) -> list[str]:
         """Look at every role once; restart what died and may be restarted.  Returns the names of those that ended
-        without error among `may_end`.  Raises RoleDied; UserError if that is what a role raised."""
+        without error among `may_end`.  Raises RoleDied; UserError if that is what a role raised, whichever died first."""
         import ray
 
+        finished = self._finished(0)
+        if any(death is not None and death.final(role) for role, death in finished):
+            finished = self._finished(DYING_S)
+        for _, death in finished:
+            if death is not None and isinstance(death.cause, UserError):
+                raise UserError(str(death.cause))
         ended = []
-        results = {role.result: role for role in self.roles.values() if role.result is not None}
-        done, _ = (
-            ray.wait(list(results), num_returns=len(results), timeout=0, fetch_local=False) if results else ([], [])
-        )
-        for reference in done:
-            role = results[reference]
-            try:
-                ray.get(reference, timeout=10)
-            except Exception as error:
-                reason, killed, cause = _reason(error)
-                if isinstance(cause, UserError):
-                    raise UserError(str(cause)) from None
-                if not role.restarts_left or (role.errors_are_final and not killed):
-                    raise RoleDied(f"{role.name} died: {reason} (log: {self.log_dir / role.name}.log)") from None
-                role.restarts_left -= 1
-                log.warning("%s died (%s): started again, %d restarts left", role.name, reason, role.restarts_left)
-                with contextlib.suppress(Exception):
-                    ray.kill(role.actor)
-                reap(f"{self.run_id}/{role.name}")
-                self._launch(role)
-            else:
+        for role, death in finished:
+            if death is None:
                 role.result = None
                 if not role.name.startswith(may_end):
                     raise RoleDied(f"{role.name} ended too early (log: {self.log_dir / role.name}.log)")
                 ended.append(role.name)
+                continue
+            if death.final(role):
+                raise RoleDied(f"{role.name} died: {death.reason} (log: {self.log_dir / role.name}.log)")
+            role.restarts_left -= 1
+            log.warning("%s died (%s): started again, %d restarts left", role.name, death.reason, role.restarts_left)
+            with contextlib.suppress(Exception):
+                ray.kill(role.actor)
+            reap(f"{self.run_id}/{role.name}")
+            self._launch(role)
         return ended
+
+    def _finished(self, wait_s: float) -> list[tuple[Role, _Death | None]]:
+        """The roles that have ended, and why unless by themselves; waits for all the others up to `wait_s`."""
+        import ray
+
+        results = {role.result: role for role in self.roles.values() if role.result is not None}
+        if not results:
+            return []
+        done, _ = ray.wait(list(results), num_returns=len(results), timeout=wait_s, fetch_local=False)
+        finished: list[tuple[Role, _Death | None]] = []
+        for reference in done:
+            death = None
+            try:
+                ray.get(reference, timeout=10)
+            except Exception as error:
+                death = _death(error)
+            finished.append((results[reference], death))
+        return finished
 
     def join(self, prefix: str, timeout_s: float) -> bool:
         """Wait for all roles of that prefix to end by themselves; False if the time was not enough."""
@@ -245,14 +261,27 @@ class Cluster:
                 self.stop(prefix)
 
 
-def _reason(error: Exception) -> tuple[str, bool, Exception]:
-    """Why a role ended, in one line; whether its process was killed; and what it raised otherwise."""
+class _Death(NamedTuple):
+    """Why a role ended."""
+
+    reason: str
+    """In one line."""
+    killed: bool
+    cause: Exception
+    """What it raised, if it was not killed."""
+
+    def final(self, role: Role) -> bool:
+        """Whether the role is not started again."""
+        return not role.restarts_left or (role.errors_are_final and not self.killed)
+
+
+def _death(error: Exception) -> _Death:
     from ray.exceptions import RayActorError
 
     if isinstance(error, RayActorError):
-        return "its process was killed", True, error
+        return _Death("its process was killed", True, error)
     cause = getattr(error, "cause", None) or error
-    return " ".join(f"{type(cause).__name__}: {cause}".split())[:1000], False, cause
+    return _Death(" ".join(f"{type(cause).__name__}: {cause}".split())[:1000], False, cause)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_webrl.errors import UserError
 from megatron_webrl.launch import Cluster, RoleDied
 from megatron_webrl.processes import marked, spawn
 
@@ -35,6 +36,11 @@ async def closes(file: Path) -> None:
 
 def fails() -> None:
     raise ValueError("no such thing")
+
+
+def finds_wrong_input() -> None:
+    time.sleep(0.5)
+    raise UserError("train_only=x: one clear message")
 
 
 def pid(directory: Path) -> int:
@@ -72,6 +78,13 @@ def test_roles_are_restarted_ended_and_leave_nothing(tmp_path: Path) -> None:
             wait_for(cluster.check)
         assert "no such thing" in (tmp_path / "trainer-0.log").read_text()
         del cluster.roles["trainer-0"]
+
+        cluster.start("trainer-0", fails, {})  # what another rank's end does to it, told earlier than its cause
+        cluster.start("trainer-1", finds_wrong_input, {})
+        with pytest.raises(UserError, match="one clear message"):
+            wait_for(cluster.check)
+        for name in ("trainer-0", "trainer-1"):
+            del cluster.roles[name]
 
         os.kill(pid(tmp_path), signal.SIGKILL)
         with pytest.raises(RoleDied, match="worker-0"):
