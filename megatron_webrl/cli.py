@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "Evaluate, train with asynchronous GRPO, evaluate again.")
     overrides(train)
     train.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the configuration and the placement"
+        "--dry-run",
+        action="store_true",
+        help="check everything; print the configuration, the placement and what a trainer rank needs",
     )
     train.add_argument(
         "--resume",

@@ -120,7 +120,7 @@ def test_a_run_dir_that_cannot_be_used_is_refused(config: Path, tmp_path: Path) 
     run = tmp_path / "trained"
     run.mkdir()
     (run / "run.json").write_text('{"run_id": "x", "starts": 1, "kind": "train"}')
-    refused(command("eval", config, f"run_dir={run}"), "run_dir", "training run", "of its own")
+    refused(command("eval", config, f"run_dir={run}"), "run_dir", "holds a train run", "of its own")
 
 
 def test_files_that_are_not_what_they_should_be(config: Path, tmp_path: Path) -> None:
@@ -153,6 +153,7 @@ def test_dry_run_prints_a_configuration_that_reads_back_and_the_placement(config
     (tmp_path / "again.yaml").write_text(text)
     assert yaml.safe_load(text)["replay"]["eta"] == 0
     assert all(role in placement for role in ("coordinator", "store", "engine-0", "trainer-0", "worker-0"))
+    assert "stage 0: 1.6 M parameters; GB: weights" in placement
     assert not (config.parent / "run").exists()
 
 
@@ -164,7 +165,8 @@ def test_half_a_run_places_half_the_roles_and_is_refused_what_it_cannot_do(confi
     placed = train(config, "--dry-run", "rollout_only=true").stdout.partition("placement")[2]
     assert "engine-0" in placed and "worker-0" in placed and "trainer" not in placed
     placed = train(config, "--dry-run", recorded).stdout.partition("placement")[2]
-    assert [line.split()[0] for line in placed.splitlines()[1:]] == ["trainer-0"]
+    roles, _, needs = placed.partition("a trainer rank, estimated")
+    assert [line.split()[0] for line in roles.splitlines()[1:]] == ["trainer-0"] and "stage 0: 1.6 M" in needs
     refused(train(config, recorded, "rollout_only=true"), "rollout_only=true", "train_only=")
     refused(train(config, "rollout_only=true", "--resume"), "--resume", "rollout_only=true")
     refused(command("demo", "--config", config, "rollout_only=true"), "rollout_only", "train")

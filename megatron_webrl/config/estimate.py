@@ -136,7 +136,7 @@ def estimate(config: RunConfig, row: Workload | None = None) -> list[RankEstimat
         parameters = _parameters(sizes, layers, first, last, parallel.tp)
         width = 2 if trainer.dtype == "bfloat16" else 4
         state = parameters * (12 if trainer.dtype == "bfloat16" else 8)
-        kept = _activations(sizes, trainer, layers, first, rows, length, row)
+        kept = _activations(sizes, trainer, layers, first, last, rows, length, row)
         columns = -(-sizes.vocab // parallel.tp)
         chunk = min(rows * row.response, 4096 if config.device != "cpu" else max(224, (16 << 20) // columns))
         out.append(
@@ -186,7 +186,7 @@ def _vision_parameters(d: Dimensions) -> int:
 
 
 def _activations(
-    d: Dimensions, trainer: TrainerConfig, layers: int, first: bool, rows: int, length: int, row: Workload
+    d: Dimensions, trainer: TrainerConfig, layers: int, first: bool, last: bool, rows: int, length: int, row: Workload
 ) -> int:
     """Bytes kept by one micro-batch on a stage."""
     parallel, tokens = trainer.parallel, rows * length
@@ -204,9 +204,15 @@ def _activations(
     elif trainer.recompute == "full":
         layer = b * d.hidden // shards
     total = tokens * layers * layer
+    if last:
+        total += tokens * norm + b * rows * row.response * d.hidden
     if first:
         patches = rows * row.images * row.patches
         block = b * (11 * d.width + 2 * d.inner)
+        if trainer.recompute == "selective":
+            block -= b * 2 * d.inner
+        elif trainer.recompute == "full":
+            block = b * d.width
         merger = b * 6 * d.width
         total += patches * (4 * d.patch_values + d.depth * block + (1 + d.deepstack) * merger)
     return total
@@ -229,5 +235,6 @@ def _flops(
         merged = d.width * d.merge
         merger = 2.0 * (merged**2 + merged * d.hidden) / d.merge
         vision = d.depth * block + (1 + d.deepstack) * merger + 2.0 * d.patch_values * d.width
-        total += 3 * rows * row.images * row.patches * vision
+        again = {"none": 0.0, "selective": 4.0 * d.width * d.inner, "full": block}[trainer.recompute]
+        total += rows * row.images * row.patches * (3 * vision + d.depth * again)
     return total

@@ -330,8 +330,8 @@ class TrainerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations; gradients are accumulated in float32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations of the language model that the backward pass computes again instead of keeping: `selective`: those of the
-    MLPs; `full`: all but each layer's input, a third more computation."""
+    """Activations, of language model and vision tower, that the backward pass computes again instead of keeping: `selective`:
+    those of the MLPs; `full`: all but each layer's input, a third more computation."""
     packing: bool = True
     """Rows of a micro-batch lie end to end in one sequence, none seeing another; false pads them to the longest (not with
     parallel.vp > 1)."""

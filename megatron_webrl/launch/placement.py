@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_webrl.config import RunConfig
+from megatron_webrl.config import RankEstimate, RunConfig, estimate
 from megatron_webrl.errors import UserError
 
 
@@ -87,3 +87,18 @@ def describe(roles: list[RolePlace], config: RunConfig) -> str:
                 more += "; shares a GPU with the trainer: set engine.args.mem-fraction-static to what SGLang may take"
         lines.append(f"  {role.name:<12} {where:<8} {more or role.address}".rstrip())
     return "\n".join(lines)
+
+
+def describe_trainer(config: RunConfig) -> str:
+    """What a rank of each pipeline stage needs, as lines for people."""
+    stages = (_needs(stage, rank) for stage, rank in enumerate(estimate(config)))
+    return "\n".join(["a trainer rank, estimated (docs/trainer.md):", *stages])
+
+
+def _needs(stage: int, rank: RankEstimate) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "logits")
+    sizes = ", ".join(f"{part} {getattr(rank, part) / 1e9:.2f}" for part in parts)
+    return (
+        f"  stage {stage}: {rank.parameters / 1e6:,.1f} M parameters; GB: {sizes}; in all {rank.total / 1e9:.2f}; "
+        f"{rank.flops / 1e12:.3g} TFLOP a full micro-batch"
+    )

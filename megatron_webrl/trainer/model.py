@@ -159,7 +159,8 @@ class Qwen3VL(MegatronModule):
             vp_stage=chunk,
         )
         self.language_model.rotary_pos_emb = InterleavedMRoPE(text.head_dim, base)
-        self.visual = VisionTower(vision, config.params_dtype) if first else None
+        again = config.recompute_granularity
+        self.visual = VisionTower(vision, config.params_dtype, recompute=again) if first else None
         if self.visual is not None and config.tensor_model_parallel_size > 1 and torch.cuda.is_available():
             for parameter in self.visual.parameters():  # replicas whose gradients differ in the last bits would part
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
 IMAGES_A_MESSAGE = 32
 """Of a request to the store: some tens of megabytes at most."""
 
@@ -60,9 +61,9 @@ class Prefetcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; returns when the thread has ended, or after the timeout of a request."""
+        """Stop; returns when the thread has ended, or waits for a reply that it will make nothing of."""
         self._stop.set()
-        self._thread.join(2 * REQUEST_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         coordinator, store = (BlockingClient(address, self._run_id, self._name) for address in self._addresses)
@@ -91,5 +92,7 @@ class Prefetcher:
             if self._stop.is_set() or self._pixels.far_ahead:
                 return
             images, _ = fetch_images(store, lacking[first : first + IMAGES_A_MESSAGE])
+            if self._stop.is_set():
+                return
             self._pixels.add(images)
             self._pixels.settle()

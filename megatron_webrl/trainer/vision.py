@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLVisionModel,
@@ -27,8 +29,16 @@ class VisionTower(Qwen3VLVisionModel):
     neighbouring images of one size share an attention call, and one frame is multiplied with the summed kernel.
     """
 
-    def __init__(self, config: Qwen3VLVisionConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Qwen3VLVisionConfig,
+        dtype: torch.dtype,
+        *,
+        recompute: Literal["selective", "full"] | None = None,
+    ) -> None:
+        """recompute: what the backward pass computes again: `selective`: MLPs; `full`: all but each block's input."""
         super().__init__(config)
+        self._recompute = recompute
         torch.nn.Module.to(self, dtype)
         self.rotary_pos_emb = Qwen3VLVisionRotaryEmbedding(config)  # frequencies stay in float32
 
@@ -47,12 +57,18 @@ class VisionTower(Qwen3VLVisionModel):
         deepstack = []
         block: Any
         for index, block in enumerate(self.blocks):
-            x = x + _attend(block.attn, block.norm1(x), cos, sin, sizes)
-            x = x + block.mlp(block.norm2(x))
+            x = self._maybe_again("full", _block, block, x, cos, sin, sizes, partial(self._maybe_again, "selective"))
             if index in self.deepstack_visual_indexes:
                 merger = self.deepstack_merger_list[self.deepstack_visual_indexes.index(index)]
                 deepstack.append(merger(x))
         return self.merger(x), deepstack
+
+    def _maybe_again(self, mode: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """`function`, which keeps only its arguments for the backward pass if `mode` is what is recomputed."""
+        if self._recompute == mode and torch.is_grad_enabled():
+            out: Any = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return function(*arguments)
 
     def _positions(self, grid: Grid, count: int, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Position embedding and rotary cosine and sine of `count` images of one size, each [count · h · w, …]."""
@@ -68,6 +84,14 @@ class VisionTower(Qwen3VLVisionModel):
         rotary: Any = self.rotary_pos_emb
         cos, sin = rotary(place, get_vision_position_ids(one, self.spatial_merge_size))
         return place, (cos.repeat(count, 1), sin.repeat(count, 1))
+
+
+def _block(
+    block: Any, x: Tensor, cos: Tensor, sin: Tensor, sizes: list[tuple[int, int]], mlp: Callable[..., Tensor]
+) -> Tensor:
+    """x [Σ count · length, D]; mlp calls block.mlp."""
+    x = x + _attend(block.attn, block.norm1(x), cos, sin, sizes)
+    return x + mlp(block.mlp, block.norm2(x))
 
 
 def _attend(attention: Any, x: Tensor, cos: Tensor, sin: Tensor, sizes: list[tuple[int, int]]) -> Tensor:

@@ -3,8 +3,10 @@ import io
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 from below import processes_below
 from PIL import Image
@@ -196,8 +198,9 @@ async def test_a_killed_browser_is_a_fault_and_the_next_episode_works(
 
     async def killer(prompt_ids: Sequence[int], images: dict[str, bytes], **options: Any) -> Generated:
         for process in processes_below():
-            if "--headless" in process.cmdline():
-                os.kill(process.pid, signal.SIGKILL)
+            with suppress(psutil.ZombieProcess):  # one that its parent has ended meanwhile
+                if "--headless" in process.cmdline():
+                    os.kill(process.pid, signal.SIGKILL)
         return await scripted(prompt_ids, images, **options)
 
     trajectory, _ = await run(miniwob, processor, config, killer, "click-test")

@@ -154,6 +154,7 @@ def load_and_save(rank: int, ranks: int, model: Path, megatron: Path, out: Path,
         trainer.close()
 
 
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_trainers_read_it_and_theirs_can_be_converted(mixed_model_dir: Path, tmp_path: Path) -> None:
     """Megatron loads what was converted for TP2 × PP2 into a model of another layout; each layout's own checkpoint, with
@@ -443,6 +444,7 @@ def peak_growth(work: Callable[[], Any]) -> int:
     return status("VmHWM") - before
 
 
+@pytest.mark.e2e
 def test_memory_does_not_grow_with_the_model(deep_model_dir: Path, tmp_path: Path) -> None:
     """A model of 24 layers and 190 MB takes less than a quarter of that, both ways, comparisons included."""
     hf = tmp_path / "hf"

@@ -108,6 +108,7 @@ def test_estimates_are_near_what_is_held(deep_model_dir: Path, untied_model_dir:
     check(untied_model_dir, {}, [measured(untied_model_dir, {}, alone)])
 
 
+@pytest.mark.e2e
 def test_estimates_of_layouts_are_near_what_their_ranks_hold(deep_model_dir: Path) -> None:
     """The same on every rank of a layout."""
     cases = [
@@ -135,3 +136,37 @@ def test_it_scales_as_it_should(deep_model_dir: Path) -> None:
     assert whole.total == sum(getattr(whole, n) for n in ("weights", "gradients", "optimizer", "activations", "logits"))
     with pytest.raises(UserError, match=r"trainer\.parallel\.tp=3"):
         estimate(run_config(deep_model_dir, trainer={"parallel": {"tp": 3}}))
+
+
+SHAPES = {
+    "2B": ((2048, 6144, 28, 16), True, (24, 1024, 4096), 2.13),
+    "4B": ((2560, 9728, 36, 32), True, (24, 1024, 4096), 4.44),
+    "8B": ((4096, 12288, 36, 32), False, (27, 1152, 4304), 8.77),
+    "32B": ((5120, 25600, 64, 64), False, (27, 1152, 4304), 33.36),
+}
+"""Of the published dense models: (hidden, intermediate, layers, heads), tied, vision (depth, hidden, intermediate), and
+their parameters in 10⁹."""
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_published_shapes_have_their_published_parameters(name: str, tmp_path: Path) -> None:
+    """Exactly as many as transformers makes of the config, which is what the model is called after; and over the ranks of a
+    layout no fewer."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    (hidden, intermediate, layers, heads), tied, (depth, width, inner), billions = SHAPES[name]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "head_dim": 128}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 151_936, "rope_parameters": rope}
+    vision = {"depth": depth, "hidden_size": width, "intermediate_size": inner, "num_heads": 16}
+    vision |= {"out_hidden_size": hidden, "deepstack_visual_indexes": [5, 11, 17], "num_position_embeddings": 2304}
+    hf = Qwen3VLConfig(
+        text_config={**text, "tie_word_embeddings": tied}, vision_config=vision, tie_word_embeddings=tied
+    )
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in set(Qwen3VLForConditionalGeneration(hf).parameters()))
+    hf.save_pretrained(tmp_path)
+    (whole,) = estimate(run_config(tmp_path))
+    assert whole.parameters == expected == pytest.approx(billions * 1e9, rel=2e-3)
+    stages = estimate(run_config(tmp_path, trainer={"parallel": {"tp": 4, "pp": 4, "distributed_optimizer": True}}))
+    assert 4 * sum(stage.parameters for stage in stages) >= whole.parameters

@@ -94,6 +94,7 @@ def compare(got: dict[str, float], want: dict[str, float]) -> None:
             assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
     """Against one rank with the plain output layer, for one rank with the fused one and for every layout: the export is
