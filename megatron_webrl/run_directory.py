@@ -95,8 +95,20 @@ def partial_path(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
+def replaced_path(directory: Path) -> Path:
+    """Where an earlier `directory` is while another takes its place."""
+    return directory.with_name(f".{directory.name}.replaced")
+
+
 def remove_partial(checkpoints_dir: Path) -> None:
-    """Remove what killed saves and deletions left there.  For the process that alone writes there."""
+    """Remove what killed saves and deletions left there; a checkpoint whose successor did not come to take its place is put
+    back.  For the process that alone writes there."""
+    for left in checkpoints_dir.glob(".step-*.replaced"):
+        target = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
+        if target.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.rename(target)
     for left in checkpoints_dir.glob(".step-*.partial"):
         shutil.rmtree(left, ignore_errors=True)
 

@@ -135,16 +135,31 @@ class _Plan(TorchDistSaveShardedStrategy):
         self.writer, self.index = writer, planned[1]
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
-    def take(self, *, copy: bool) -> list[Any]:
-        """The buckets to write, in host memory; copy: apart from the training state in any case.  Nothing on the device
-        is kept for them any longer."""
+    def take(self, training: set[int]) -> list[Any]:
+        """The buckets to write, in host memory.  What lies in one of the storages `training` is copied; the rest is fresh:
+        Megatron gathers the distributed optimizer's state, and cuts views, into tensors of their own.  Nothing on the
+        device is kept any longer."""
         taken = []
         for i, (path, name, (objects, tensors)) in enumerate(self.writer.write_buckets):
-            held = [(item, tensor.to("cpu", non_blocking=True, copy=copy)) for item, tensor in tensors]
+            # blocking: a copy that does not block goes to pinned memory, which torch would keep
+            held = [(item, tensor.to("cpu", copy=_storage(tensor) in training)) for item, tensor in tensors]
             taken.append((path, name, (objects, held)))
             self.writer.write_buckets[i] = (path, name, ([], []))
-        torch.cuda.synchronize()
         return taken
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _training_storages(trainer: PolicyTrainer) -> set[int]:
+    """Storages of what a train step changes: weights, and the optimizer's own weights and moments."""
+    tensors = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+    for optimizer in trainer.optimizer.chained_optimizers:
+        inner = optimizer.optimizer
+        tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
+        tensors += [v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return {_storage(tensor) for tensor in tensors}
 
 
 def begin(
@@ -171,10 +186,11 @@ def begin(
     for optimizer in trainer.optimizer.chained_optimizers:  # the moments of what was never updated: zero
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     plan = _Plan()
-    sharded = _sharded_state(trainer, loading=False)
-    dist_checkpointing.save(sharded, str(partial), plan, async_sharded_save=True, async_strategy="mcore")
+    dist_checkpointing.save(
+        _sharded_state(trainer, loading=False), str(partial), plan, async_sharded_save=True, async_strategy="mcore"
+    )
     with _Agreed(layout, directory):
-        buckets = plan.take(copy=copy)
+        buckets = plan.take(_training_storages(trainer) if copy else set())
 
     def write() -> _Part:
         shards = _write_shards(plan.writer, buckets)
@@ -246,8 +262,9 @@ def load(trainer: PolicyTrainer, directory: Path) -> Loaded:
             f"checkpoint {directory} was saved with trainer.parallel.distributed_optimizer={str(distributed).lower()}, "
             "which Megatron cannot convert: set it the same"
         )
+    _check_integrity(trainer.layout, directory)
     try:
-        loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory), verify_integrity=True)
+        loaded = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
     except (OSError, ValueError, KeyError, dist_checkpointing.core.CheckpointingException) as error:
         raise _broken(directory, str(error)) from None
     for i, chunk in enumerate(trainer.chunks):
@@ -255,7 +272,7 @@ def load(trainer: PolicyTrainer, directory: Path) -> Loaded:
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.lr_step = saved["trainer"]["lr_step"]
     trainer.generator.bit_generator.state = saved["trainer"]["generator"]
-    replay = directory / REPLAY_FILE  # its hash was checked with the others', which also says if it is lacking
+    replay = directory / REPLAY_FILE  # its hash was checked with the others'
     return Loaded(saved["state"], replay.read_bytes() if trainer.layout.rank == 0 and replay.exists() else None)
 
 
@@ -268,6 +285,24 @@ def _read_state(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         problem = str(error)
     raise _broken(directory, f"{STATE_FILE}: {problem}")
+
+
+def _check_integrity(layout: Layout, directory: Path) -> None:
+    """Each rank hashes a share of the files, the large ones dealt out first.  Raises UserError, on every rank, naming what is
+    missing or altered."""
+    wrong = []
+    try:
+        expected = json.loads((directory / _INTEGRITY_FILE).read_text())["files"]
+        dealt = sorted(expected, key=lambda name: (-(directory / name).stat().st_size, name))
+        for name in dealt[layout.rank :: layout.world_size]:
+            if _hash(directory / name) != expected[name]:
+                wrong.append(f"{name} was altered: its SHA-256 is not that of {_INTEGRITY_FILE}")
+    except OSError as error:
+        wrong.append(str(error))
+    except (ValueError, KeyError, TypeError) as error:
+        wrong.append(f"{_INTEGRITY_FILE} is malformed: {error!r}")
+    if problems := [problem for part in layout.gather(wrong) for problem in part]:
+        raise _broken(directory, "; ".join(dict.fromkeys(problems)))
 
 
 def _broken(directory: Path, problem: str) -> UserError:
@@ -342,6 +377,10 @@ def _agree(layout: Layout, directory: Path, problem: BaseException | None) -> No
 
 def _sync_and_hash(file: Path) -> str:
     _sync(file)
+    return _hash(file)
+
+
+def _hash(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -52,6 +52,7 @@ def run_recorded(
             log.info("resumed from %s: %d steps done", resume, step)
         saved = resume is not None
         for batch in choose_batches(config, after_step=step):
+            saves.finish(block=False)
             minutes = (time.monotonic() - began) / 60
             if settings.max_minutes is not None and _longest(trainer, minutes) >= settings.max_minutes:
                 log.info("trainer.max_minutes=%g are used up", settings.max_minutes)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Qwen3VLConfig
 
 from megatron_webrl.errors import UserError
+from megatron_webrl.run_directory import replaced_path
 from megatron_webrl.trainer.layout import Layout
 from megatron_webrl.trainer.mapping import Entry, Shapes, table, to_hf, to_megatron
 
@@ -198,7 +199,7 @@ def copy_all_but_weights(model_path: Path, directory: Path) -> None:
 
 def replace_directory(new: Path, target: Path) -> None:
     """Rename `new` to `target`, in place of what was there."""
-    old = target.with_name(f".{target.name}.replaced")
+    old = replaced_path(target)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)

@@ -87,6 +87,28 @@ def test_resumed_equals_unbroken(
     assert {p.name for p in (tmp_path / "checkpoint" / "hf").iterdir()} == beside >= {"config.json", "tokenizer.json"}
 
 
+def test_what_megatron_gathered_for_the_save_is_not_copied_again(
+    deep_model_dir: Path, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the distributed optimizer the moments are fresh tensors when they come to be written; the weights are not."""
+    trainer = make(deep_model_dir, trainer={"parallel": {"distributed_optimizer": True}})
+    take, same = checkpoint._Plan.take, {}
+
+    def tensors(buckets: list[Any]) -> dict[str, torch.Tensor]:
+        return {item.index.fqn: tensor for _, _, (_, held) in buckets for item, tensor in held}
+
+    def spy(plan: Any, training: set[int]) -> list[Any]:
+        before = tensors(plan.writer.write_buckets)
+        taken = take(plan, training)
+        same.update({name: before[name] is tensor for name, tensor in tensors(taken).items()})
+        return taken
+
+    monkeypatch.setattr(checkpoint._Plan, "take", spy)
+    checkpoint.begin(trainer, tmp_path / "checkpoint", {}).finish()
+    moments = [name for name in same if ".exp_avg" in name]
+    assert moments and all(same[name] for name in moments)
+
+
 def test_one_save_at_a_time_and_the_last_ones_are_kept(
     deep_model_dir: Path, make: Make, tmp_path: Path, held: HeldWriter
 ) -> None:
@@ -112,7 +134,8 @@ def test_one_save_at_a_time_and_the_last_ones_are_kept(
 
 
 def fails_to_write(rank: int, ranks: int, model: Path, port: int, run_dir: Path) -> list[str]:
-    """Three saves with fake disks: full on rank 1, full when rank 0 writes the index, and never done on rank 1."""
+    """Three saves with fake disks: full on rank 1, full when rank 0 writes the index, and never done on rank 1.  Then each
+    shard of the save before them altered: whoever hashes it, all ranks refuse it."""
     config = run_config(model, trainer={"parallel": {"dp": 2, "distributed_optimizer": True}})
     trainer = PolicyTrainer(config, rank=rank, world_size=ranks, **place(port), total_steps=10)
     checkpoint.save(trainer, checkpoint_path(run_dir, 1), {"step": 1})
@@ -138,7 +161,19 @@ def fails_to_write(rank: int, ranks: int, model: Path, port: int, run_dir: Path)
             found.append(str(error))
     release.set()
     trainer.layout.barrier()
-    found.append(str(trainer.load(checkpoint_path(run_dir, 1)).state))
+    saved = checkpoint_path(run_dir, 1)
+    found.append(str(trainer.load(saved).state))
+    for shard in sorted(saved.glob("*.distcp")):
+        whole = shard.read_bytes()
+        trainer.layout.barrier()
+        if rank == 0:
+            shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        trainer.layout.barrier()
+        with pytest.raises(UserError, match=rf"{shard.name} was altered.*move it away"):
+            trainer.load(saved)
+        trainer.layout.barrier()
+        if rank == 0:
+            shard.write_bytes(whole)
     trainer.close()
     return found
 
@@ -249,6 +284,7 @@ def tensors_of(saved: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.e2e
 def test_other_layouts_go_on(deep_model_dir: Path, make: Make, tmp_path: Path) -> None:
     """Saved at TP2 × PP2: every layout holds each tensor of it bit by bit, the moments among them (it saves the same
     again), and its next step has the metrics and gives the weights of the unbroken one."""

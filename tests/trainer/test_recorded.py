@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from megatron_webrl.observe import JsonlSink, read_jsonl
 from megatron_webrl.processor import Processor
 from megatron_webrl.replay import BatchWriter, batch_row, read_batches
 from megatron_webrl.run_directory import checkpoints, newest_checkpoint
-from megatron_webrl.trainer import PolicyTrainer
+from megatron_webrl.trainer import PolicyTrainer, checkpoint
+from megatron_webrl.trainer import recorded as training
 from megatron_webrl.trainer.recorded import run_recorded
 
 VERSIONS = (3, 4, 4)
@@ -118,6 +121,29 @@ def test_minutes_end_it_too(recorded: tuple[Path, list[Recorded]], deep_model_di
     assert train_again(configure(deep_model_dir, recorded[0], tmp_path, max_minutes=1e-9)) == []
     final, first = (load_file(d / "model.safetensors") for d in (tmp_path / "model_final", deep_model_dir))
     assert all(torch.equal(final[name], first[name]) for name in final)
+
+
+def test_a_checkpoint_that_is_written_is_whole_before_the_next_save(
+    recorded: tuple[Path, list[Recorded]], deep_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun after step 2, it is there when step 3 begins (its writer is done at once here)."""
+
+    def at_once(work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work())
+        return future
+
+    found: list[list[str]] = []
+    train = training._train
+
+    def spy(*args: Any) -> dict[str, float]:
+        found.append([c.name for c in checkpoints(tmp_path)])
+        return train(*args)
+
+    monkeypatch.setattr(checkpoint, "_in_thread", at_once)
+    monkeypatch.setattr(training, "_train", spy)
+    train_again(configure(deep_model_dir, recorded[0], tmp_path))
+    assert found == [[], [], ["step-000002"]]
 
 
 def on_rank(rank: int, ranks: int, config: RunConfig, port: int) -> None:
