@@ -19,7 +19,7 @@ from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, place_trainer, visible_gpus
 from megatron_webrl.launch.resume import Resume, check_run_dir
 from megatron_webrl.launch.run import check_recorded, identify
-from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint
+from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
 
 TAIL_BYTES = 1 << 16
 
@@ -51,10 +51,13 @@ def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path)
 def train_recorded(config: RunConfig, display: Display, *, resume: Resume = None) -> int:
     """`megatron-webrl train` with train_only: neither browsers nor engines.  Returns how many train steps are done."""
     run_dir = Path(config.run_dir)
-    checkpoint = check_run_dir(config, resume)
-    batches, placed = check_recorded(config, checkpoint)
-    arguments = {"config": config, "resume": checkpoint}
+    if not run_dir.exists():
+        check_recorded(config, check_run_dir(config, resume))  # refused before it is made
     with locked(run_dir):
+        remove_partial(run_dir / "checkpoints")
+        checkpoint = check_run_dir(config, resume)
+        batches, placed = check_recorded(config, checkpoint)
+        arguments = {"config": config, "resume": checkpoint}
         arguments["wandb_id"] = identify(run_dir, checkpoint, "train")["run_id"]
         (run_dir / "config.yaml").write_text(dump(config))
         with Cluster(f"recorded-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:

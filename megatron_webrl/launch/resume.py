@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,15 @@ Resume = Literal["newest", "auto"] | Path | None
 folder: that checkpoint; None: nothing, in a run_dir that holds no run."""
 
 
+_NOT_TRAINED = {"eval": "an evaluation", "rollout_only": "the batches of a rollout_only run"}
+"""Kinds of runs without a trainer."""
+
+
 def check_run_dir(config: RunConfig, resume: Resume) -> Path | None:
     """The checkpoint to go on from; None to begin at the beginning.  Raises UserError if the directory is not fit for
     that."""
     run_dir = Path(config.run_dir)
+    kind = earlier_start(run_dir).get("kind")
     if resume is not None and config.rollout_only:
         raise UserError("--resume: rollout_only=true saves no checkpoint to go on from: leave one of them out")
     if config.train_only is not None and (run_dir / "ledger.sqlite").exists():
@@ -29,19 +35,22 @@ def check_run_dir(config: RunConfig, resume: Resume) -> Path | None:
     if isinstance(resume, Path):
         return _chosen(run_dir, resume)
     newest = newest_checkpoint(run_dir)
+    if resume is not None and newest is None and kind in _NOT_TRAINED:
+        raise UserError(
+            f"--resume: run_dir={run_dir} holds {_NOT_TRAINED[kind]}: give the training a run_dir of its own"
+        )
     if resume == "newest" and newest is None:
         raise UserError(
             f"--resume: run_dir={run_dir} holds no checkpoint: start without --resume in a run_dir of its own, give the right "
             "run_dir, or say --resume auto, which starts from the beginning"
         )
-    if resume == "auto" and newest is None and earlier_start(run_dir).get("kind") == "eval":
-        raise UserError(f"--resume auto: run_dir={run_dir} holds an evaluation: give the training a run_dir of its own")
     if resume is None and any((run_dir / file).exists() for file in ("ledger.sqlite", "metrics.jsonl")):
-        go_on = (
-            "continue it with --resume"
-            if newest
-            else "it saved no checkpoint, so remove it or begin it again with --resume auto"
-        )
+        if kind in _NOT_TRAINED:
+            raise UserError(f"run_dir={run_dir} holds {_NOT_TRAINED[kind]}: move it away, or give another run_dir")
+        go_on = "continue it with --resume"
+        if newest is None:
+            again = "" if config.rollout_only else " or begin it again with --resume auto"
+            go_on = f"it saved no checkpoint, so remove it{again}"
         raise UserError(f"run_dir={run_dir} holds a run already: {go_on}, or give another run_dir")
     return newest if resume else None
 
@@ -88,6 +97,26 @@ def saved_replay(checkpoint: Path | None) -> bytes | None:
 
 
 def earlier_start(run_dir: Path) -> dict[str, Any]:
-    """What `run_dir`/run.json says of the run that was started there before; empty if none was."""
+    """What `run_dir`/run.json says of the run that was started there before; empty if none was.  Raises UserError if it is
+    malformed."""
     file = run_dir / "run.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        if isinstance(found["run_id"], str) and isinstance(found["starts"], int):
+            return found
+        problem = f"it holds {found}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = repr(error)
+    raise UserError(
+        f"{file} does not say which run this is ({problem}): remove it, and the run goes on under a new name in wandb, or "
+        "give another run_dir"
+    )
+
+
+def write_start(run_dir: Path, identity: dict[str, Any]) -> None:
+    """Say in `run_dir`/run.json what `earlier_start` reads: whole, or as it was."""
+    new = run_dir / ".run.json.partial"
+    new.write_text(json.dumps(identity) + "\n")
+    os.replace(new, run_dir / "run.json")

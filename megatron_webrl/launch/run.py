@@ -16,8 +16,15 @@ from megatron_webrl.errors import UserError
 from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
-from megatron_webrl.launch.placement import RolePlace, describe, place, place_trainer, visible_gpus
-from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start, resume_step, saved_replay
+from megatron_webrl.launch.placement import RolePlace, describe, describe_trainer, place, place_trainer, visible_gpus
+from megatron_webrl.launch.resume import (
+    Resume,
+    check_run_dir,
+    earlier_start,
+    resume_step,
+    saved_replay,
+    write_start,
+)
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
 from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
@@ -84,16 +91,23 @@ def dry_run(config: RunConfig, *, resume: Resume = None) -> str:
         _, placed = check_recorded(config, checkpoint)
     else:
         placed = check(config, with_trainer=not config.rollout_only)
-    return dump(config) + "\n" + describe(placed, config)
+    lines = [dump(config), describe(placed, config)]
+    if any(role.name.startswith("trainer") for role in placed):
+        lines.append(describe_trainer(config))
+    return "\n".join(lines)
 
 
 class Run:
     """A started system.  Made by `started`."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, placed: list[RolePlace], display: Display) -> None:
+    def __init__(
+        self, config: RunConfig, cluster: Cluster, placed: list[RolePlace], display: Display, checkpoint: Path | None
+    ) -> None:
         self.config = config
         self.cluster = cluster
         self.display = display
+        self.checkpoint = checkpoint
+        """That it went on from."""
         self.placed = {role.name: role for role in placed}
         self._coordinator = BlockingClient(self.placed["coordinator"].address, cluster.run_id, "driver")
 
@@ -189,17 +203,21 @@ class Run:
 
 
 @contextmanager
-def started(
-    config: RunConfig, display: Display, *, kind: str = "train", resume: Path | None = None, with_trainer: bool = True
-) -> Iterator[Run]:
+def started(config: RunConfig, display: Display, *, kind: str = "train", resume: Resume = None) -> Iterator[Run]:
     """A running system of all roles; whatever happens inside, nothing is left running.
 
-    kind: see `identify`; resume: checkpoint to go on from.  Raises UserError for wrong input, before anything starts.
+    kind: see `identify`; only `train` has a trainer.  resume: what to go on from; an evaluation takes any run_dir that holds
+    no other kind of run.  Raises UserError for wrong input, before anything starts.
     """
-    check(config, with_trainer=with_trainer)
+    with_trainer = kind == "train"
     run_dir = Path(config.run_dir)
+    if kind != "eval" and not run_dir.exists():
+        check_run_dir(config, resume)  # refused before it is made
+    check(config, with_trainer=with_trainer)
     with locked(run_dir):
-        yield from _started(config, run_dir, display, kind, resume, with_trainer)
+        remove_partial(run_dir / "checkpoints")
+        checkpoint = None if kind == "eval" else check_run_dir(config, resume)
+        yield from _started(config, run_dir, display, kind, checkpoint, with_trainer)
 
 
 def _started(
@@ -207,7 +225,6 @@ def _started(
 ) -> Iterator[Run]:
     go_on_from = {"resume_step": resume_step(run_dir, resume), "resume_replay": saved_replay(resume)}
     identity = identify(run_dir, resume, kind)
-    remove_partial(run_dir / "checkpoints")
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
@@ -257,7 +274,7 @@ def _started(
                     "resume": resume,
                 }
                 cluster.start(role.name, roles.trainer, arguments, gpus=role.gpus)
-        run = Run(config, cluster, placed, display)
+        run = Run(config, cluster, placed, display, resume)
         try:
             yield run
         finally:
@@ -267,15 +284,14 @@ def _started(
 def train(config: RunConfig, display: Display, *, resume: Resume = None) -> RunResult:
     """`megatron-webrl train`: evaluation, RL, evaluation.  Raises UserError, RunFailed, RoleDied."""
     run_dir = Path(config.run_dir)
-    checkpoint = check_run_dir(config, resume)
     minutes: dict[str, float] = {}
     evaluations: dict[str, EvaluationState] = {}
     evaluating = config.evaluation.episodes > 0
     try:
-        with started(config, display, resume=checkpoint) as run:
+        with started(config, display, resume=resume) as run:
             with _timed(minutes, "start"):
                 run.wait_until_ready()
-            if evaluating and checkpoint is None:
+            if evaluating and run.checkpoint is None:
                 with _timed(minutes, "evaluation"):
                     evaluations["before"] = run.evaluate("before")
             with _timed(minutes, "rl"):
@@ -295,8 +311,7 @@ def train(config: RunConfig, display: Display, *, resume: Resume = None) -> RunR
 def collect(config: RunConfig, display: Display, *, resume: Resume = None) -> Status:
     """`megatron-webrl train` with rollout_only: batches are recorded with the weights of model.path, nothing is trained.
     Raises UserError if it is to `resume`."""
-    check_run_dir(config, resume)
-    with started(config, display, with_trainer=False) as run:
+    with started(config, display, kind="rollout_only", resume=resume) as run:
         run.wait_until_ready(load=config.model.path)
         run.train(load=config.model.path)
         return run.end()
@@ -316,7 +331,7 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
     """`megatron-webrl eval`: success of config.model.path on held-out tasks, without a trainer."""
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0 leaves nothing to do: give a number of episodes")
-    with started(config, display, kind="eval", with_trainer=False) as run:
+    with started(config, display, kind="eval") as run:
         run.wait_until_ready(load=config.model.path)
         state = run.evaluate("eval", load=config.model.path)
         run.end()
@@ -325,16 +340,16 @@ def evaluate(config: RunConfig, display: Display) -> EvaluationState:
 
 
 def identify(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
-    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train` or
-    `eval`).  Raises UserError if an evaluation would write over a run that trains."""
+    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train`,
+    `rollout_only` or `eval`).  Raises UserError if an evaluation would write over another kind of run."""
     identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0, "kind": kind}
     earlier = earlier_start(run_dir)
-    if earlier.get("kind") == "train" and kind == "eval":
-        raise UserError(f"run_dir={run_dir} holds a training run: give the evaluation a run_dir of its own")
+    if kind == "eval" and earlier.get("kind", kind) != kind:
+        raise UserError(f"run_dir={run_dir} holds a {earlier['kind']} run: give the evaluation a run_dir of its own")
     if resume:
         identity |= earlier
     identity["starts"] += 1
-    (run_dir / "run.json").write_text(json.dumps(identity) + "\n")
+    write_start(run_dir, identity)
     return identity
 
 
