@@ -1,6 +1,6 @@
 """This trainer against plain transformers with AdamW: the same model, the same ragged rows, the same update.
 
-    python -m benchmarks.trainer [--rows 16] [--steps 3] [--rounds 2] [--threads 1] [--cases …] [--json FILE]
+    python -m benchmarks.trainer [--rows 16] [--steps 3] [--rounds 1] [--threads 1] [--cases …] [--json FILE]
 
 A Qwen3-VL of 9 M parameters; every row has an image of 64 tokens and 23 to 287 tokens of text, a quarter of which is the
 response; an update is AdamW on the mean cross entropy of the response tokens.  Each case runs in a process of its own, the
@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=3, help="measured updates a round")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--json", type=Path, metavar="FILE")

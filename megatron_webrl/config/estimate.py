@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_webrl.config.checks import check_layout, model_shape
-from megatron_webrl.config.models import ParallelConfig, RunConfig, TrainerConfig
+from megatron_webrl.config.models import RunConfig, TrainerConfig
 from megatron_webrl.errors import UserError
 
 RESPONSE_TOKENS = 256
@@ -93,7 +93,7 @@ class Dimensions(NamedTuple):
                 head_dim=text["head_dim"],
                 layers=shape.layers,
                 vocab=shape.vocab,
-                tied=bool(data.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                tied=bool(data.get("tie_word_embeddings", False)),
                 deepstack=shape.deepstack,
                 depth=vision["depth"],
                 width=vision["hidden_size"],
@@ -134,31 +134,29 @@ def estimate(config: RunConfig, row: Workload | None = None) -> list[RankEstimat
         layers = sum(chunks[stage :: parallel.pp])
         first, last = stage == 0, stage == parallel.pp - 1
         parameters = _parameters(sizes, layers, first, last, parallel.tp)
-        width = 2 if trainer.dtype == "bfloat16" else 4
         state = parameters * (12 if trainer.dtype == "bfloat16" else 8)
-        kept = _activations(sizes, trainer, layers, first, last, rows, length, row)
+        ahead = parallel.pp - stage - 1
+        if parallel.vp == 1:
+            whole = embedded = ahead + 1.0
+        else:  # of its chunks, and of the first one, which holds the vision tower
+            whole, embedded = (2 * ahead + (parallel.vp - 1) * parallel.pp + 1) / parallel.vp, 2.0 * parallel.pp
+        kept = whole * _decoder_activations(sizes, trainer, layers, rows * length)
+        kept += embedded * _vision_activations(sizes, trainer, rows * row.images * row.patches) if first else 0
+        kept += _head_activations(sizes, trainer, rows * length, rows * row.response) if last else 0
         columns = -(-sizes.vocab // parallel.tp)
         chunk = min(rows * row.response, 4096 if config.device != "cpu" else max(224, (16 << 20) // columns))
         out.append(
             RankEstimate(
                 parameters=parameters,
-                weights=parameters * width,
+                weights=parameters * _width(trainer),
                 gradients=parameters * 4,
                 optimizer=state // parallel.dp if parallel.distributed_optimizer else state,
-                activations=int(kept * _in_flight(parallel, stage)),
+                activations=int(kept),
                 logits=LOGIT_COPIES * 4 * chunk * columns if last else 0,
                 flops=_flops(sizes, trainer, layers, first, last, rows, length, row),
             )
         )
     return out
-
-
-def _in_flight(parallel: ParallelConfig, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once; in a virtual pipeline it is chunks that it counts."""
-    ahead = parallel.pp - stage - 1
-    if parallel.vp == 1:
-        return ahead + 1
-    return (2 * ahead + (parallel.vp - 1) * parallel.pp + 1) / parallel.vp
 
 
 def _parameters(d: Dimensions, layers: int, first: bool, last: bool, tp: int) -> int:
@@ -185,13 +183,10 @@ def _vision_parameters(d: Dimensions) -> int:
     return d.width * (2 * d.patch_values + 1) + d.positions * d.width + d.depth * block + mergers
 
 
-def _activations(
-    d: Dimensions, trainer: TrainerConfig, layers: int, first: bool, last: bool, rows: int, length: int, row: Workload
-) -> int:
-    """Bytes kept by one micro-batch on a stage."""
-    parallel, tokens = trainer.parallel, rows * length
-    b = 2 if trainer.dtype == "bfloat16" else 4
-    shards = parallel.tp if parallel.sequence_parallel else 1
+def _decoder_activations(d: Dimensions, trainer: TrainerConfig, layers: int, tokens: int) -> int:
+    """Bytes kept by one micro-batch in so many layers."""
+    parallel = trainer.parallel
+    b, shards = _width(trainer), parallel.tp if parallel.sequence_parallel else 1
     q, kv, inner = (n // parallel.tp for n in (d.heads * d.head_dim, d.kv_heads * d.head_dim, d.intermediate))
     norm = (4 + b) * d.hidden // shards  # its input in float32, and the normalised
     head_norm = (4 + b) * (q + kv)
@@ -203,19 +198,29 @@ def _activations(
         layer -= mlp
     elif trainer.recompute == "full":
         layer = b * d.hidden // shards
-    total = tokens * layers * layer
-    if last:
-        total += tokens * norm + b * rows * row.response * d.hidden
-    if first:
-        patches = rows * row.images * row.patches
-        block = b * (11 * d.width + 2 * d.inner)
-        if trainer.recompute == "selective":
-            block -= b * 2 * d.inner
-        elif trainer.recompute == "full":
-            block = b * d.width
-        merger = b * 6 * d.width
-        total += patches * (4 * d.patch_values + d.depth * block + (1 + d.deepstack) * merger)
-    return total
+    return tokens * layers * layer
+
+
+def _vision_activations(d: Dimensions, trainer: TrainerConfig, patches: int) -> int:
+    """Bytes kept by the vision tower for one micro-batch."""
+    b = _width(trainer)
+    block = b * (11 * d.width + 2 * d.inner)
+    if trainer.recompute == "selective":
+        block -= b * 2 * d.inner
+    elif trainer.recompute == "full":
+        block = b * d.width
+    return patches * (4 * d.patch_values + d.depth * block + (1 + d.deepstack) * b * 6 * d.width)
+
+
+def _head_activations(d: Dimensions, trainer: TrainerConfig, tokens: int, response: int) -> int:
+    """Bytes kept by the last norm, and of the rows that predict; of one micro-batch, whatever is in flight."""
+    b, parallel = _width(trainer), trainer.parallel
+    return tokens * (4 + b) * d.hidden // (parallel.tp if parallel.sequence_parallel else 1) + b * response * d.hidden
+
+
+def _width(trainer: TrainerConfig) -> int:
+    """Bytes of a weight or an activation."""
+    return 2 if trainer.dtype == "bfloat16" else 4
 
 
 def _flops(

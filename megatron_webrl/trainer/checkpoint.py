@@ -202,10 +202,9 @@ def begin(
                 (partial / REPLAY_FILE).write_bytes(replay)
                 files.append(partial / REPLAY_FILE)
             copy_all_but_weights(trainer.config.model.path, partial / HF_FOLDER)
-            for file in (partial / HF_FOLDER).iterdir():
-                _sync(file)
+            files += (partial / HF_FOLDER).iterdir()
             _sync(partial / HF_FOLDER)
-        return _Part(shards, {file.name: _sync_and_hash(file) for file in files})
+        return _Part(shards, {str(file.relative_to(partial)): _sync_and_hash(file) for file in files})
 
     return Save(layout, directory, plan, _in_thread(write))
 

@@ -6,6 +6,8 @@ not at all, after it was read back and found equal to its source.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import math
@@ -191,7 +193,9 @@ class _SavePlan(DefaultSavePlanner):
         try:
             written = [writer.write_data(plan, self).wait() for plan in plans]
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # what the disk said; torch.save hides it
+            if isinstance(
+                error.__context__, OSError | KeyboardInterrupt
+            ):  # what the disk or the user said; torch.save hides it
                 raise error.__context__ from None
             raise
         writer.finish(self._index, written)
@@ -335,27 +339,49 @@ def _appearing(target: Path, size: int) -> Iterator[Path]:
         raise UserError(f"DST={target} exists: give a name that is not taken, or move it away")
     check_writable("DST", target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target.parent).free
-    if size * _ROOM > free:
-        raise UserError(
-            f"DST={target} needs {size * _ROOM / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free there: make room, or give "
-            "another disk"
-        )
     partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
-        partial.rename(target)
-    except BaseException as error:
+    with _alone(target):
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(f"DST={target} could not be written ({error}): make room, or give another disk") from error
-        raise
+        free = shutil.disk_usage(target.parent).free
+        if size * _ROOM > free:
+            raise UserError(
+                f"DST={target} needs {size * _ROOM / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free there: make room, or give "
+                "another disk"
+            )
+        try:
+            partial.mkdir()
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as opened:
+                        os.fsync(opened.fileno())
+            partial.rename(target)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                remedy = "make room, or give another disk" if full else "see to that and try again"
+                raise UserError(f"DST={target} could not be written ({error}): {remedy}") from error
+            raise
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One conversion at a time writes to `target`.  Raises UserError if another does."""
+    lock = target.with_name(f".{target.name}.lock")
+    with lock.open("a") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"DST={target} is being written by another conversion: wait for it, or give another name"
+            ) from None
+        if target.exists():
+            raise UserError(f"DST={target} exists: give a name that is not taken, or move it away")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _proved(source: Checkpoint, written: Checkpoint, progress: Progress) -> Comparison:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Qwen3VLConfig
 
 from megatron_webrl.algorithm import LossTerms, fused_linear_grpo_loss, linear_logprob_entropy, surrogate
-from megatron_webrl.config import OptimizerConfig, RunConfig
+from megatron_webrl.config import OptimizerConfig, RunConfig, check_layout, model_shape
 from megatron_webrl.processor import Processor
 from megatron_webrl.trainer import checkpoint, grpo, sft
 from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, collate, prepare, split
@@ -71,6 +71,7 @@ class PolicyTrainer:
         total_steps: int,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
+        check_layout(config, model_shape(config.model.path))
         self.config = config
         self.optimizer_config = optimizer or config.trainer.optimizer
         self.total_steps = total_steps

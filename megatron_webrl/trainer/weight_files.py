@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -103,7 +103,12 @@ class HuggingFaceCheckpoint:
 
     def read(self, entry: Entry) -> list[Tensor]:
         """The entry's tensors, whole, in order of `hf`."""
-        return [part[:] for part in self.tensors.slices(entry.hf)]
+        try:
+            return [part[:] for part in self.tensors.slices(entry.hf)]
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise UserError(
+                f"{self.directory}: {entry.hf[0]} cannot be read ({error}): fetch the files again"
+            ) from None
 
 
 class MegatronCheckpoint:
@@ -132,15 +137,7 @@ class MegatronCheckpoint:
                 for key, stored in metadata.state_dict_metadata.items()
                 if isinstance(stored, TensorStorageMetadata)
             }
-        except (
-            OSError,
-            AttributeError,
-            EOFError,
-            ImportError,
-            IndexError,
-            ValueError,
-            pickle.UnpicklingError,
-        ) as error:
+        except Exception as error:  # what a pickle of damaged bytes raises has no bounds
             raise self._broken(f".metadata cannot be read ({error!r})") from None
         self._check_tensors()
         recorded = self._recorded_dtypes()
@@ -247,7 +244,9 @@ def open_checkpoint(directory: Path, key: str, *, model: Path | None = None) -> 
 
 
 def is_megatron(directory: Path) -> bool:
-    return (directory / "metadata.json").exists() or (directory / ".metadata").exists()
+    return not (directory / "config.json").exists() and (
+        (directory / "metadata.json").exists() or (directory / ".metadata").exists()
+    )
 
 
 def neither(directory: Path, key: str) -> UserError:

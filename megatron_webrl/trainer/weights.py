@@ -18,16 +18,20 @@ from transformers import Qwen3VLConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.run_directory import replaced_path
 from megatron_webrl.trainer.layout import Layout
-from megatron_webrl.trainer.mapping import Entry, Shapes, table, to_hf, to_megatron
+from megatron_webrl.trainer.mapping import Entry, Shapes, Slicing, table, to_hf, to_megatron
 
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+_WEIGHT_SUFFIXES = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5",
+    ".msgpack", ".npz",
+)  # fmt: skip
 
 
 class SafetensorsDirectory:
-    """Names, shapes and dtypes of the tensors in a directory's *.safetensors; what they hold is read when it is asked for.
+    """Names, shapes and dtypes of the tensors in a directory's *.safetensors, those that the index names if there is one;
+    what they hold is read when it is asked for.
 
     key: what errors call the directory.  Raises UserError naming the file if one is unreadable, or lacking though the index
-    names it.
+    names it, and for a tensor that is in two files.
     """
 
     def __init__(self, directory: Path, *, key: str = "model.path") -> None:
@@ -37,10 +41,21 @@ class SafetensorsDirectory:
         self.dtypes: dict[str, str] = {}
         """As safetensors calls them, by name."""
         self._called = f"{key}={directory}"
-        for file in sorted({*directory.glob("*.safetensors"), *_indexed(directory, self._called)}):
+        index = _index(directory, self._called)
+        single = directory / "model.safetensors"  # it goes before others, as in transformers
+        plain = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+        files = plain if index is None else sorted(set(index.values()))
+        for file in files:
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118 (not a dict)
+                        if index is not None and index.get(name) != file:
+                            continue
+                        if name in self._files:
+                            raise UserError(
+                                f"{self._called}: {name} is in {self._files[name].name} and in {file.name}, and there is no "
+                                "index: remove what is left of another download"
+                            )
                         self._files[name] = file
                         found = opened.get_slice(name)
                         self.lengths[name], self.dtypes[name] = found.get_shape(), found.get_dtype()
@@ -48,27 +63,43 @@ class SafetensorsDirectory:
                 raise UserError(f"{self._called}: {file.name} is not readable ({error}): fetch it again") from None
 
     def check_names(self, entries: Sequence[Entry], shapes: Shapes) -> None:
-        """Raises UserError unless the tensors are those of the table (tied models may hold their output layer too)."""
+        """Raises UserError unless the tensors are those of the table (tied models may hold their output layer too, if it is
+        that)."""
         expected = {name for entry in entries for name in entry.hf}
         spare = set(self._files) - expected - ({"lm_head.weight"} if shapes.tied else set())
         if lacking := sorted(expected - set(self._files)) or sorted(spare):
-            what = "lack" if expected - set(self._files) else "hold unknown"
-            raise UserError(
-                f"{self._called}: the safetensors {what} {lacking[0]} ({len(lacking)} in all): fetch them again"
+            lack = bool(expected - set(self._files))
+            remedy = (
+                "fetch them again" if lack else "only plain Qwen3-VL weights can be read, no adapters or quantized ones"
             )
+            if lacking == ["lm_head.weight"] and lack:
+                remedy = "if the model is tied, set tie_word_embeddings at the top level of config.json"
+            raise UserError(
+                f"{self._called}: the safetensors {'lack' if lack else 'hold unknown'} {lacking[0]} ({len(lacking)} in all): "
+                f"{remedy}"
+            )
+        if shapes.tied and "lm_head.weight" in self._files:
+            head, embedding = self.slices(["lm_head.weight", "model.language_model.embed_tokens.weight"])
+            if not torch.equal(head[:], embedding[:]):
+                raise UserError(
+                    f"{self._called}: lm_head.weight differs from the embeddings, though config.json ties them: set "
+                    "tie_word_embeddings to false there"
+                )
 
     def slices(self, names: Sequence[str]) -> list[Any]:
         """To be indexed like tensors.  A file stays mapped into memory as long as what was read from it, no longer."""
         return [safe_open(self._files[name], framework="pt").get_slice(name) for name in names]
 
 
-def _indexed(directory: Path, called: str) -> set[Path]:
-    """Files that the directory's index names, there or not; none if there is no index."""
+def _index(directory: Path, called: str) -> dict[str, Path] | None:
+    """The file of each tensor, there or not; None if the directory has no index, or a single file beside it."""
     index = directory / "model.safetensors.index.json"
     try:
-        return {directory / str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        found = {str(name): directory / str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        single = directory / "model.safetensors"
+        return None if single.exists() and single not in found.values() else found
     except FileNotFoundError:
-        return set()
+        return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{called}: {index.name} is malformed ({error!r}): fetch it again") from None
 
@@ -105,12 +136,16 @@ class HuggingFaceWeights:
         parameters = _parameters(chunks, layout)
         mine = [entry for entry in self.entries if entry.stage % layout.pp == layout.pp_rank]
         if odd := sorted(set(parameters) ^ {(entry.stage, entry.megatron) for entry in mine}):
-            raise RuntimeError(f"parameters outside the mapping, or the reverse: {odd[:4]}")
+            raise UserError(
+                f"model.path={self.directory}: its tensors and its config.json differ in {odd[0][1]} ({len(odd)} in all): the "
+                "files are of different models"
+            )
         for entry in mine:
             sources = self._tensors.slices(entry.hf)
             value = to_megatron(entry, sources, self.shapes, rank=layout.tp_rank, ranks=layout.tp)
             target = parameters[entry.stage, entry.megatron]
-            if target.shape != value.shape:
+            cut = entry.slicing is Slicing.VOCAB and self.lengths[entry.hf[0]][0] != self.shapes.vocab
+            if cut or target.shape != value.shape:
                 raise UserError(
                     f"model.path={self.directory}: {entry.hf[0]} has shape {self.lengths[entry.hf[0]]}, which does not fit "
                     "its config.json: the files are of different models"
@@ -194,7 +229,7 @@ def copy_all_but_weights(model_path: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for file in model_path.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy(file, directory / file.name)
+            shutil.copyfile(file, directory / file.name)  # not its mode: it may be read-only
 
 
 def replace_directory(new: Path, target: Path) -> None:

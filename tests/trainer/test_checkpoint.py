@@ -314,7 +314,7 @@ def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path
     trainer = make(deep_model_dir)
     whole = tmp_path / "whole"
     trainer.save(whole, {"step": 1}, b"replay")
-    files = {p.name for p in whole.iterdir() if p.is_file()}
+    files = {str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file()}
     assert json.loads((whole / "integrity.json").read_text())["files"].keys() == files - {"integrity.json"}
     before = dict(trainer.export() or [])
     with pytest.raises(UserError, match="nowhere"):

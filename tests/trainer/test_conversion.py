@@ -267,6 +267,10 @@ def test_damaged_directories_are_told(mixed_model_dir: Path, tmp_path: Path, mes
     broken = shutil.copytree(mixed_model_dir, tmp_path / "broken")
     if message.startswith("hold"):  # as well as all that it needs
         save_file({"model.extra": torch.ones(2)}, broken / "extra.safetensors")
+        index = broken / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        content["weight_map"]["model.extra"] = "extra.safetensors"
+        index.write_text(json.dumps(content))
     else:
         DAMAGED[message](broken)
     with pytest.raises(UserError, match=f"SRC={re.escape(str(broken))}.*{message}"):
@@ -465,3 +469,39 @@ def test_memory_does_not_grow_with_the_model(deep_model_dir: Path, tmp_path: Pat
         again = peak_growth(lambda m=megatron, b=back: megatron_to_hf(m, b, max_shard_size="40MB", progress=silent))
     print(f"\n{size / 1e6:.0f} MB of weights: peak +{there / 1e6:.0f} MB there, +{again / 1e6:.0f} MB back")
     assert max(there, again) < size / 4
+
+
+def test_the_index_says_which_file_holds_a_tensor(untied_model_dir: Path, tmp_path: Path) -> None:
+    """Shards of an older download beside it are passed over; without an index a tensor in two files is refused; a tied
+    model's own output layer has to be its embeddings."""
+    source = shutil.copytree(untied_model_dir, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    names = sorted(weights)
+    write_shards(source, weights, 2)
+    save_file({names[0]: weights[names[0]] + 1}, source / "model-00002-of-00004.safetensors")
+    assert verify(untied_model_dir, source, progress=silent).differing == []
+    (source / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match=f"{re.escape(names[0])} is in .*-of-00002.* and in .*-of-00004"):
+        verify(untied_model_dir, source, progress=silent)
+    tied = shutil.copytree(untied_model_dir, tmp_path / "tied")
+    config = json.loads((tied / "config.json").read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (tied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from the embeddings"):
+        verify(tied, tied, progress=silent)
+
+
+def test_one_conversion_at_a_time_writes_a_name(untied_model_dir: Path, tmp_path: Path) -> None:
+    """The second is refused and leaves the first alone; the lock goes with it."""
+    refused: list[str] = []
+
+    def meddle(*_: object) -> None:
+        if not refused:
+            with pytest.raises(UserError, match="written by another conversion") as error:
+                to_megatron(untied_model_dir, tmp_path / "out")
+            refused.append(str(error.value))
+
+    hf_to_megatron(untied_model_dir, tmp_path / "out", tp=1, pp=1, first_stage_layers=None, progress=meddle)
+    assert refused
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

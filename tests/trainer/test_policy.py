@@ -216,6 +216,8 @@ def test_wrong_input_is_told(deep_model_dir: Path, tmp_path: Path, make: Make) -
     """Ranks that do not fit the layout, a truncated weight file, a weight that is missing."""
     with pytest.raises(UserError, match=r"trainer\.parallel"):
         make(deep_model_dir, trainer={"parallel": {"tp": 2}})
+    with pytest.raises(UserError, match=r"first_stage_layers=1 leaves|leaves 1 decoder layers on|deepstack features"):
+        make(deep_model_dir, trainer={"parallel": {"pp": 2, "first_stage_layers": 1}})
     broken = shutil.copytree(deep_model_dir, tmp_path / "broken")
     file = next(broken.glob("*.safetensors"))
     data = file.read_bytes()
