@@ -254,7 +254,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             return 130
         for line in found.differing[:10]:
             display.say(line)
-        verdict = f"Different in {len(found.differing)} places" if found.differing else "Equal"
+        verdict = f"Different: {len(found.differing)}" if found.differing else "Equal"
         display.say(f"{verdict}: {found.tensors} tensors, {found.parameters:,} parameters, SHA-256 {found.digest}")
     return 1 if found.differing else 0
 
