@@ -138,15 +138,22 @@ def _parser() -> argparse.ArgumentParser:
 def _add_conversions(convert: argparse.ArgumentParser) -> None:
     ways = convert.add_subparsers(dest="way", required=True, metavar="WAY")
 
+    meanings = {
+        "SRC": "what to convert: a Hugging Face directory, or a checkpoint such as RUN/checkpoints/step-000020",
+        "DST": "folder to write; must not exist",
+        "A": "a Hugging Face directory or a checkpoint",
+        "B": "another",
+    }
+
     def way(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
         sub = ways.add_parser(name, help=text, description=text, allow_abbrev=False)
         for path, shown in paths.items():
-            sub.add_argument(path, type=Path, metavar=shown)
+            sub.add_argument(path, type=Path, metavar=shown, help=meanings[shown])
         return sub
 
     layout = way("hf-to-megatron", "Write the distributed checkpoint DST.", source="SRC", target="DST")
-    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files")
-    layout.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the files")
+    layout.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files; default: 1")
+    layout.add_argument("--pp", type=int, default=1, help="pipeline-parallel size of the files; default: 1")
     layout.add_argument(
         "--first-stage-layers", type=int, help="decoder layers of the first stage, if not an even share"
     )

@@ -97,11 +97,13 @@ def check_parallel(parallel: ParallelConfig, shape: ModelShape) -> None:
     except ValueError as error:
         raise UserError(str(error)) from None
     if shape.deepstack > first:
-        where, key = ("chunk", "vp") if parallel.vp > 1 else ("stage", "pp")
+        keys = {"vp": "chunk", "first_stage_layers": "stage", "pp": "stage"}
+        uneven = parallel.first_stage_layers is not None
+        key = "vp" if parallel.vp > 1 else "first_stage_layers" if uneven else "pp"
+        remedy = f"give at least {shape.deepstack}" if uneven else f"use a smaller {key}"
         raise UserError(
-            f"trainer.parallel.{key}={getattr(parallel, key)} leaves {first} decoder layers in the first {where}, but "
-            f"{shape.deepstack} take deepstack features: use a smaller {key}"
-            + (", or give first_stage_layers at least so many" if key == "pp" else "")
+            f"trainer.parallel.{key}={getattr(parallel, key)} leaves {first} decoder layers in the first {keys[key]}, but "
+            f"{shape.deepstack} take deepstack features: {remedy}"
         )
 
 
