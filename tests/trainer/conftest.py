@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from on_ranks import free_port
-from ranks import run_config
+from ranks import TEXTS, run_config
 
 if TYPE_CHECKING:
     from megatron_webrl.trainer import PolicyTrainer
-
-TEXTS = ["Click the button.", "user\nassistant\n", *(f'"coordinate": [{20 * i}, {15 * i}]' for i in range(50))]
 
 
 @pytest.fixture(scope="session")

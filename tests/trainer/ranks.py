@@ -27,6 +27,9 @@ from megatron_webrl.trajectory import (
     unpack,
 )  # fmt: skip
 
+TEXTS = ["Click the button.", "user\nassistant\n", *(f'"coordinate": [{20 * i}, {15 * i}]' for i in range(50))]
+"""What the tokenizers of these tests are trained on."""
+
 
 def run_config(model: Path, **sections: Any) -> RunConfig:
     """A float32 CPU configuration around `model`."""

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXTS
 from megatron.core import dist_checkpointing
 from on_ranks import free_port, on_ranks
-from ranks import Recorded, run_config
+from ranks import TEXTS, Recorded, run_config
 from safetensors.torch import load_file, save_file
 
 from megatron_webrl.cli import main
