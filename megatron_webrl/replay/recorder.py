@@ -19,6 +19,7 @@ from megatron_webrl.wire import Client
 from megatron_webrl.wire.messages import GetImages, Images
 
 STORE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 30.0
 """For the screenshots of one group."""
 
 
@@ -64,7 +65,7 @@ class BatchRecorder:
         """A batch that is not whole is given up."""
         if self._writing is not None:
             self._writing.cancel()
-            await asyncio.wait([self._writing])
+            await asyncio.wait([self._writing], timeout=CLOSE_TIMEOUT_S)  # a disk that hangs must not hold up the end
 
     async def _write(self, step: int, version: int, groups: list[Group]) -> None:
         try:
