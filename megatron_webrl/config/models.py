@@ -85,6 +85,10 @@ class BrowserConfig(Section):
     """Chromium (headless shell preferred); null: found on the system, then Playwright's own download."""
     viewport: tuple[Pixels, Pixels] = (1280, 768)
     """Width and height of the page, pixels."""
+    screenshot_format: Literal["png", "jpeg"] = "png"
+    """What a screenshot is encoded as, for engine and trainer alike; `jpeg` is smaller and several times cheaper to decode."""
+    jpeg_quality: int = Field(default=90, ge=1, le=100)
+    """Of `screenshot_format: jpeg`."""
     screenshot: tuple[Pixels, Pixels] | None = None
     """Width and height of the part that the agent sees, from the top left corner; null: the whole viewport."""
     action_timeout_s: float = Field(default=20.0, gt=0)
@@ -153,6 +157,13 @@ class EngineConfig(Section):
         return self
 
 
+class WireConfig(Section):
+    """Sockets between roles."""
+
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """`ipc`: Unix sockets, on one machine; `tcp`: as between machines, encrypted and authenticated (CURVE, keys made per run)."""
+
+
 class ReplayConfig(Section):
     """Groups, batches and staleness."""
 
@@ -172,8 +183,20 @@ class ReplayConfig(Section):
     """A worker unheard for so long has lost its attempts; they are issued again."""
     take_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest wait for one batch before the run ends with an error that says what was missing."""
-    screenshot_bytes: int = Field(default=1 << 30, gt=0)
-    """Bound of the screenshot store; when it is full, uploads wait."""
+    stale: Literal["drop", "wait"] = "drop"
+    """What becomes of a group that is too slow to be fresh: `drop` it when a batch is taken, or `wait` with the batch (and so
+    with the next version) for running groups that the next version would make too stale, at most agent.episode_deadline_s
+    from their last attempt's start."""
+    attempt_limit_s: float = Field(default=7200.0, gt=0)
+    """Backstop of an attempt's wall time, waiting for engines included: then it is taken from its worker and issued again."""
+    queue_bytes: int = Field(default=4 << 30, gt=0)
+    """Bound of the finished trajectories (their tokens, not their screenshots) that the coordinator keeps in memory until they
+    are trained; when it is reached no new groups begin."""
+    screenshot_bytes: int = Field(default=50 << 30, gt=0)
+    """Bound of the screenshots on disk, which stay until the checkpoint with their train step is durable: when four fifths
+    are in use no new groups begin (and a checkpoint is saved, if that makes room), when all are, uploads wait."""
+    screenshot_dir: Path | None = None
+    """Where screenshots are kept; a disk of the store's machine is faster than a shared one. null: `screenshots/` in run_dir."""
 
 
 class AlgorithmConfig(Section):
@@ -435,6 +458,7 @@ class RunConfig(Section):
     browser: BrowserConfig = BrowserConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    wire: WireConfig = WireConfig()
     replay: ReplayConfig = ReplayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()

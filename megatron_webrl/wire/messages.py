@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -42,7 +42,8 @@ class Failed(Message):
 
 class GetAssignments(Message):
     """Up to `slots` attempts for free slots; the coordinator waits up to `wait_s` for the first.  Renews the leases of
-    `running`; a new `session` under the same worker name ends the leases of the old one."""
+    `running`; a new `session` under the same worker name ends the leases of the old one.  Attempts that were given to this
+    session and are not in `running` never arrived: they are given again, first."""
 
     worker: str
     session: str
@@ -58,15 +59,23 @@ class Assignments(Message):
 
 
 class SubmitTrajectory(Message):
-    """Idempotent: the key of the assignment makes a repeat recognisable.  Its screenshots are in the store already."""
+    """Idempotent: the key of the assignment makes a repeat recognisable.  Its screenshots are in the store already.  `more`:
+    its slot is free now, and wants another attempt, if one can be had at once."""
 
     trajectory: Trajectory
+    worker: str
+    session: str
+    more: bool = False
 
 
 class Submitted(Message):
+    """The trajectory is durable, or not wanted."""
+
     accepted: bool
     reason: str
-    """`accepted`, `repeat`, `superseded`, or `images_missing` (put them and submit again)."""
+    """`accepted`, `repeat` or `superseded`."""
+    assignments: list[Assignment] = []
+    """At most one, for the same slot."""
 
 
 # Trainer -> coordinator -----------------------------------------------------------------------------------------------
@@ -90,8 +99,10 @@ class Manifest(Message):
     group_ids: list[int] = []
     costs: list[int] = []
     """Tokens of each group, in order of `group_ids`: shards can be balanced before anything is fetched."""
-    lag_max: int = 0
-    """Largest lag of a response token in the batch."""
+    lineage: tuple[tuple[int, int], ...] = ((0, 0),)
+    """(first version, offset), ascending: see `replay.Lineage`; lags are counted in positions, not in versions."""
+    save: bool = False
+    """Save a checkpoint now, then ask again: the screenshots of what was trained fill the store."""
     engines_waiting: list[str] = []
     """Engine hosts that serve nothing until they get weights: refresh them, then ask again."""
     finished: bool = False
@@ -143,17 +154,19 @@ class CheckpointDurable(Message):
     step: int
 
 
-class GetReplayState(Message):
-    """Asked between steps, for the checkpoint that is being saved."""
+class TrainerStarted(Message):
+    """A trainer begins, with `step` finished steps: in a checkpoint, saved when its weights were `version`, or (−1) with the
+    model of the configuration.  What was trained in later steps is rolled back: those batches come again, in the same
+    order.  The reply is the version to publish its weights as."""
 
-
-class ReplayState(Message):
-    data: bytes
-    """Opaque and small: what the ledger does not know and a resumed coordinator goes on from (`replay.bin`)."""
+    step: int
+    version: int
 
 
 class ClaimVersion(Message):
-    """A version for weights about to be published: larger than every version ever seen by the run."""
+    """A version for the weights that an update made of version `after`: larger than every version ever seen by the run."""
+
+    after: int
 
 
 class Version(Message):
@@ -363,6 +376,10 @@ class Status(Message):
     engines: list[EngineStatus]
     metrics: dict[str, float]
     """Of the newest train step."""
+    queue_bytes: int
+    """Payloads of finished trajectories that are not trained yet, in the coordinator's memory."""
+    store_bytes: int
+    """Screenshots on disk."""
 
 
 class Account(msgspec.Struct):
@@ -382,7 +399,7 @@ class EndRun(Message):
 
 
 class LackingImages(Message):
-    """Which of these must be put?  Those that are there already are kept for the caller's trajectory to claim."""
+    """Which of these are not in the store?  Changes nothing."""
 
     digests: list[str]
 
@@ -391,7 +408,18 @@ class Lacking(Message):
     digests: list[str]
 
 
+class ClaimImages(Message):
+    """`owner`, an attempt, refers to all of these from now on, whether they are there already or are still to be put: the
+    reply names those that are lacking.  What is there stays until the last owner is released.  Repeats change nothing."""
+
+    owner: AttemptKey
+    digests: list[str]
+
+
 class PutImages(Message):
+    """Encoded bytes of images that `owner` claimed; others are refused.  Waits for room."""
+
+    owner: AttemptKey
     images: dict[str, bytes]
 
 
@@ -404,18 +432,18 @@ class Images(Message):
     missing: list[str]
 
 
-class RetainImages(Message):
-    """`owner`, an attempt, wants these kept, all or none: the reply names those that are lacking, if any.  Asked again for
-    the same owner it changes nothing."""
-
-    owner: AttemptKey
-    digests: list[str]
-
-
 class ReleaseImages(Message):
-    """These owners want nothing kept any more; what no other wants may go.  Unknown ones are ignored."""
+    """These owners refer to nothing any more; what no other refers to goes.  Unknown ones are ignored."""
 
     owners: list[AttemptKey]
+
+
+class KeepImages(Message):
+    """The only owners that there are: all others that claimed longer than `older_than_s` ago are released (their release
+    was lost, or they claimed after it)."""
+
+    owners: list[AttemptKey]
+    older_than_s: float
 
 
 class StoreStatus(Message):
@@ -425,17 +453,22 @@ class StoreStatus(Message):
 class StoreState(Message):
     images: int
     bytes: int
+    """On disk, encoded."""
     limit_bytes: int
+    owners: int
+    waiting: int
+    """Uploads that wait for room."""
 
 
 AnyMessage = (
     Done | Refused | Failed
     | GetAssignments | Assignments | SubmitTrajectory | Submitted
     | Take | Manifest | FetchGroups | Groups | ListUpcoming | Upcoming | StepTrained | TrainingFinished
-    | CheckpointDurable | GetReplayState | ReplayState | ClaimVersion | Version
+    | CheckpointDurable | TrainerStarted | ClaimVersion | Version
     | ListEngines | Engines | EngineStatus
     | Generate | NeedImages | Generated | EngineUnavailable
     | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | EndRefresh | Checksum | ChecksumValue | LoadFromDisk
     | StartEvaluation | EvaluationProgress | EvaluationState | BeginTraining | GetStatus | Status | EndRun
-    | LackingImages | Lacking | PutImages | GetImages | Images | RetainImages | ReleaseImages | StoreStatus | StoreState
+    | LackingImages | Lacking | ClaimImages | PutImages | GetImages | Images | ReleaseImages | KeepImages
+    | StoreStatus | StoreState
 )  # fmt: skip
