@@ -227,19 +227,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
-    from megatron_webrl.replay import Ledger
+    from megatron_webrl.replay import read_account
+    from megatron_webrl.trajectory import Lane
 
     file = arguments.run_dir / "ledger.sqlite"
     if not file.exists():
         raise UserError(f"RUN={arguments.run_dir} holds no ledger.sqlite: give the run_dir of a run")
-    try:
-        ledger = Ledger(file, read_only=True)
-        print(_account(ledger.account(recount=True)))
-        ledger.close()
-    except sqlite3.Error as error:
-        raise UserError(
-            f"RUN={arguments.run_dir}: ledger.sqlite cannot be read ({error}): give the run_dir of a run"
-        ) from None
+    print(_account(read_account(file, Lane.TRAIN)))
     return 0
 
 

@@ -1,11 +1,12 @@
-"""The coordinator, its rules and ledger, and the staleness-bounded replay queue."""
+"""The coordinator, its rules and records, and the staleness-bounded replay queue."""
 
 from megatron_webrl.replay.batches import BatchWriter, RecordedBatch, choose_batches, read_batches
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.coordinator import AccountError, BatchTimeout, Coordinator
-from megatron_webrl.replay.ledger import Ledger
+from megatron_webrl.replay.ledger import Ledger, read_account
+from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rows import batch_row
-from megatron_webrl.replay.state import decode_state
+from megatron_webrl.replay.rules import Lineage
 
 __all__ = [
     "AccountError",
@@ -14,9 +15,11 @@ __all__ = [
     "Book",
     "Coordinator",
     "Ledger",
+    "Lineage",
     "RecordedBatch",
+    "Records",
     "batch_row",
     "choose_batches",
-    "decode_state",
+    "read_account",
     "read_batches",
 ]

@@ -32,6 +32,7 @@ class _Manifest(msgspec.Struct):
     version: int
     group_ids: list[int]
     costs: list[int]
+    lineage: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
 class BatchWriter:
@@ -49,12 +50,14 @@ class BatchWriter:
         for digest, data in images.items():
             _image(self._partial, digest).write_bytes(data)
 
-    def finish(self, version: int, groups: list[Group]) -> Path:
+    def finish(
+        self, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...] = ((0, 0),)
+    ) -> Path:
         """The batch is whole, all its screenshots were added: it appears under its name, which is returned.
 
-        version: policy version of the weights that the batch was taken for."""
+        version: policy version of the weights that the batch was taken for; lineage: segments of `Lineage`."""
         (self._partial / GROUPS_FILE).write_bytes(msgspec.msgpack.encode(groups))
-        manifest = _Manifest(FORMAT, self.step, version, [g.group_id for g in groups], [g.tokens for g in groups])
+        manifest = _Manifest(FORMAT, self.step, version, [g.group_id for g in groups], [g.tokens for g in groups], lineage)
         (self._partial / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
         if self._target.exists():
             shutil.rmtree(self._target)
@@ -76,6 +79,8 @@ class RecordedBatch(NamedTuple):
     group_ids: list[int]
     costs: list[int]
     """Tokens of each group."""
+    lineage: tuple[tuple[int, int], ...]
+    """Segments of `Lineage`."""
 
     def groups(self, group_ids: list[int]) -> list[Group]:
         """Those groups.  Raises UserError if the file is malformed or lacks one."""
@@ -114,7 +119,7 @@ def read_batches(directory: Path) -> list[RecordedBatch]:
             raise _broken(folder, f"{MANIFEST_FILE}: {error}") from None
         if manifest.format != FORMAT or manifest.step != step or len(manifest.costs) != len(manifest.group_ids):
             raise _broken(folder, f"{MANIFEST_FILE} is not of step {step} in format {FORMAT}")
-        batches.append(RecordedBatch(folder, step, manifest.version, manifest.group_ids, manifest.costs))
+        batches.append(RecordedBatch(folder, step, manifest.version, manifest.group_ids, manifest.costs, manifest.lineage))
     if not batches:
         raise UserError(
             f"train_only={directory} holds no recorded batch (step-NNNNNN): give the batches/ of a run with "

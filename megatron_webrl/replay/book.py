@@ -1,104 +1,168 @@
-"""The book of groups: which episodes are wanted, leased, finished, queued and in training.  No sockets, no waiting.
+"""The book of episodes: which are wanted, leased and finished, until their group is whole and goes to the replay queue.
 
-Every change goes through the ledger in the same call, so the account balances at every moment.  The clock is passed in.
+No sockets, no waiting.  Every change goes through the ledger in the same call, so the account balances at every moment, and a
+book made anew from the records of one that was killed goes on where that stood.  The clock is passed in.
 """
 
 from __future__ import annotations
 
+import heapq
+import logging
 import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_webrl.config import ReplayConfig
-from megatron_webrl.replay.ledger import Ledger
-from megatron_webrl.replay.rules import (
-    Census,
-    Fate,
-    choose_batch,
-    episodes_to_issue,
-    fate,
-    fresh_groups,
-    has_signal,
-    lag,
-    may_start_group,
-)
+from megatron_webrl.replay.drops import DropRates
+from megatron_webrl.replay.ledger import Attempt, OpenGroup
+from megatron_webrl.replay.queue import ReplayQueue, Whole, envelope
+from megatron_webrl.replay.records import Records
+from megatron_webrl.replay.rules import Census, Fate, Lineage, episodes_to_issue, fate, has_signal, may_start_group
+from megatron_webrl.replay.spool import SpoolDamaged
+from megatron_webrl.tasks import Sampler
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Lane, Outcome, Task, Trajectory
 from megatron_webrl.wire.messages import EvaluationState
+
+log = logging.getLogger(__name__)
 
 RECENT_EPISODES = 256
 RECENT_GROUPS = 64
 
 
-class TaskSource(Protocol):
-    """Draws the tasks of train groups, for ever."""
+@dataclass
+class _Open:
+    """A group that is begun and not complete.  The eval lane uses groups of one."""
 
-    def draw(self) -> Task: ...
+    row: OpenGroup
+    pending: deque[tuple[int, int]]
+    """(sample_index, attempt) to be issued."""
+    leases: dict[AttemptKey, _Lease] = field(default_factory=dict)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """Of finished members, by sample_index."""
+    envelopes: dict[int, Trajectory] = field(default_factory=dict)
+    deadline: float = -math.inf
+    """Of `stale: wait`."""
 
 
 @dataclass
 class _Lease:
     assignment: Assignment
-    worker: str
-    session: str
+    attempt: Attempt
+    group: _Open
+    issued_at: float
     renewed_at: float
-
-
-@dataclass
-class _OpenGroup:
-    """Begun and not complete.  The eval lane uses groups of one."""
-
-    task: Task
-    lane: Lane
-    temperature: float
-    pending: deque[tuple[int, int]]
-    """(sample_index, attempt) to be issued."""
-    results: dict[int, Trajectory] = field(default_factory=dict)
-    evaluation: str = ""
+    given_again: bool = False
+    """The reply that carried it was lost once."""
 
 
 class Book:
-    """State of groups.
+    """Episodes of a run.
 
-    task_source: of train groups; temperature: of train episodes; deadline_s: of an episode's own steps; seed: of the run.
+    sampler: of the tasks of train groups; temperature: of train episodes; deadline_s: of an episode's own steps; seed: of the
+    run; successes_only: RAFT++; same_start: the records are those of a coordinator of this very start of the run, whose
+    workers live on.
     """
 
     def __init__(
         self,
         config: ReplayConfig,
-        ledger: Ledger,
-        task_source: TaskSource,
+        records: Records,
+        sampler: Sampler,
         *,
         temperature: float,
         deadline_s: float,
         seed: int,
+        now: float,
+        record_every: int = 1,
+        successes_only: bool = False,
+        same_start: bool = False,
     ) -> None:
         self.config = config
         self.training_allowed = False
         self.full = False
-        """Back-pressure of the screenshot store: no new groups."""
-        self.freed: list[AttemptKey] = []
-        """Attempts that need their screenshots no more, since the caller last emptied this list; some never had any."""
+        """Back-pressure: no new groups."""
+        self.policy = -1
+        """Version that the trainer holds."""
         self.completed: list[Group] = []
-        """Train groups completed since the caller last emptied this list (for the recorder)."""
-        self.recent = deque[float](maxlen=RECENT_EPISODES)
-        self.recent_mixed = deque[bool](maxlen=RECENT_GROUPS)
+        """Train groups completed since the caller last emptied this list, each `record_every`-th of them."""
+        self.recent: deque[float] = deque(records.ledger.recall("recent", []), maxlen=RECENT_EPISODES)
+        self.recent_mixed: deque[bool] = deque(records.ledger.recall("recent_mixed", []), maxlen=RECENT_GROUPS)
+        self.drops = DropRates()
         self.trajectories = 0
-        self.again: deque[Task] = deque()
-        """Tasks that train groups practise before the source is asked: those that a resumed run had begun."""
-        self._ledger = ledger
-        self._source = task_source
+        self.lineage = Lineage(records.ledger.recall("lineage", [(0, 0)]))
+        self.queue = ReplayQueue(config, records, self.lineage, successes_only=successes_only, seed=seed)
+        self.records = records
+        self._record_every = record_every
+        self._successes_only = successes_only
+        self._sampler = sampler
         self._temperature = temperature
         self._deadline_s = deadline_s
         self._seed = seed
-        self._next_group = ledger.next_group_id()
-        self._open: dict[int, _OpenGroup] = {}
+        self._drawn: int = records.ledger.recall("drawn", 0)
+        self._open: dict[Lane, dict[int, _Open]] = {Lane.TRAIN: {}, Lane.EVAL: {}}
+        self._waiting: list[tuple[bool, int]] = []
+        """Heap of (train lane, group id) of open groups with pending members; may hold others too."""
         self._leases: dict[AttemptKey, _Lease] = {}
-        self._queued: dict[int, Group] = {}
-        self._in_training: dict[int, Group] = {}
-        self._batch: tuple[int, list[int], int] | None = None
+        self._of_worker: dict[str, dict[AttemptKey, _Lease]] = {}
         self._evaluations: dict[str, EvaluationState] = {}
+        sampler.restore(records.ledger.rates())
+        self._restore(now, same_start)
+
+    # What an earlier process left -----------------------------------------------------------------------------------
+
+    def _restore(self, now: float, same_start: bool) -> None:
+        ledger = self.records.ledger
+        open_groups = {row.group_id: row for row in ledger.open_groups()}
+        whole = [
+            a for a in ledger.live() if a.group_id not in open_groups and a.state in ("queued", "in_training")
+        ]
+        self.queue.restore(whole, ledger.tasks({a.group_id for a in whole}), now)
+        if not same_start:
+            ledger.forget_evaluations()
+        else:
+            for name, total in ledger.recall("evaluations", {}).items():
+                self._restore_evaluation(name, total)
+        for row in open_groups.values():
+            self._restore_group(row, now, same_start)
+
+    def _restore_group(self, row: OpenGroup, now: float, same_start: bool) -> None:
+        newest: dict[int, Attempt] = {a.sample_index: a for a in self.records.ledger.group_attempts(row.group_id)}
+        pending = (
+            (i, newest[i].attempt + 1 if i in newest else 0)
+            for i in range(row.size)
+            if i not in newest or newest[i].state == "dropped"
+        )
+        group = _Open(row, deque(pending), deadline=now + self._deadline_s)
+        self._open[row.lane][row.group_id] = group
+        for attempt in newest.values():
+            if attempt.state == "running":
+                self._lease(group, attempt, now)
+            elif attempt.state == "queued":
+                group.attempts[attempt.sample_index] = attempt
+        try:
+            group.envelopes = {i: envelope(self.records.trajectory(a)) for i, a in group.attempts.items()}
+        except SpoolDamaged as error:
+            log.warning("group %d is dropped: %s", row.group_id, error)
+            return self._drop_open(group, "damaged")
+        if row.lane is Lane.EVAL and not same_start:
+            return self._drop_open(group, "lost_at_restart")
+        if row.lane is Lane.TRAIN and not self._sampler.practises(row.task):
+            return self._drop_open(group, "no_longer_practised")
+        if not same_start:
+            for key in list(group.leases):
+                self._lost(key, "lost_at_restart", now)
+        if group.pending:
+            heapq.heappush(self._waiting, (row.lane is Lane.TRAIN, row.group_id))
+
+    def _restore_evaluation(self, name: str, total: int) -> None:
+        self._evaluations[name] = EvaluationState(name, total, 0, 0, {}, 0)
+        for task, attempts in self.records.ledger.evaluated(name):
+            last = attempts[-1]
+            fault = last.state != "evaluated"
+            self._count_evaluation(name, task, not fault and (last.reward or 0) > 0, fault=fault)
 
     # Episodes out ---------------------------------------------------------------------------------------------------
 
@@ -106,66 +170,103 @@ class Book:
         """Up to `slots` attempts, leased: eval first, then the oldest group's missing members, then a new group."""
         out: list[Assignment] = []
         room = episodes_to_issue(slots, self.config.max_concurrent_episodes, len(self._leases))
-        while len(out) < room and (found := self._next_open()) is not None:
-            group_id, group = found
-            sample, attempt = group.pending.popleft()
-            assignment = Assignment(
-                task=group.task,
-                group_id=group_id,
-                sample_index=sample,
-                attempt=attempt,
-                lane=group.lane,
-                seed=_episode_seed(self._seed, group_id, sample, attempt),
-                temperature=group.temperature,
-                deadline_s=self._deadline_s,
-            )
-            self._ledger.issue(assignment)
-            self._leases[assignment.key] = _Lease(assignment, worker, session, now)
+        while len(out) < room and (group := self._next_open()) is not None:
+            sample, number = group.pending.popleft()
+            assignment = self._assignment(group.row, sample, number)
+            attempt = self.records.ledger.issue(assignment, worker, session, policy=self.policy, at=time.time())
+            self._lease(group, attempt, now)
+            group.deadline = now + self._deadline_s
             out.append(assignment)
         return out
 
-    def _next_open(self) -> tuple[int, _OpenGroup] | None:
-        waiting = [(g.lane is Lane.TRAIN, i) for i, g in self._open.items() if g.pending]
-        if waiting:
-            _, group_id = min(waiting)
-            return group_id, self._open[group_id]
-        evaluating = any(e.finished < e.total for e in self._evaluations.values())
-        admitted = may_start_group(self.census(), eta=self.config.eta, groups_per_step=self.config.groups_per_step)
-        if not self.training_allowed or self.full or evaluating or not admitted:
-            return None
-        task = self.again.popleft() if self.again else self._source.draw()
-        group_id = self._open_group(task, Lane.TRAIN, self._temperature, self.config.group_size)
-        return group_id, self._open[group_id]
+    def _assignment(self, row: OpenGroup, sample: int, number: int) -> Assignment:
+        return Assignment(
+            task=row.task,
+            group_id=row.group_id,
+            sample_index=sample,
+            attempt=number,
+            lane=row.lane,
+            seed=_episode_seed(self._seed, row.group_id, sample, number),
+            temperature=row.temperature,
+            deadline_s=self._deadline_s,
+        )
 
-    def _open_group(self, task: Task, lane: Lane, temperature: float, size: int, evaluation: str = "") -> int:
-        group_id, self._next_group = self._next_group, self._next_group + 1
-        self._open[group_id] = _OpenGroup(task, lane, temperature, deque((i, 0) for i in range(size)), {}, evaluation)
-        return group_id
+    def _lease(self, group: _Open, attempt: Attempt, now: float) -> None:
+        assignment = self._assignment(group.row, attempt.sample_index, attempt.attempt)
+        lease = _Lease(assignment, attempt, group, now, now)
+        self._leases[attempt.key] = group.leases[attempt.key] = lease
+        self._of_worker.setdefault(attempt.worker, {})[attempt.key] = lease
 
-    def renew(self, worker: str, session: str, running: list[AttemptKey], now: float) -> list[AttemptKey]:
-        """Heartbeat of a worker.  Ends the leases of its earlier sessions; returns those of `running` that are no
-        longer wanted."""
-        for key, lease in list(self._leases.items()):
-            if lease.worker == worker and lease.session != session:
-                self._lost(key, "worker_lost")
-        revoked = []
-        for key in running:
-            lease_or_none = self._leases.get(key)
-            if lease_or_none is None or lease_or_none.session != session:
-                revoked.append(key)
+    def _end_lease(self, key: AttemptKey) -> _Lease | None:
+        lease = self._leases.pop(key, None)
+        if lease is not None:
+            del lease.group.leases[key]
+            theirs = self._of_worker[lease.attempt.worker]
+            del theirs[key]
+            if not theirs:
+                del self._of_worker[lease.attempt.worker]
+        return lease
+
+    def _next_open(self) -> _Open | None:
+        while self._waiting:
+            train, group_id = self._waiting[0]
+            group = self._open[Lane.TRAIN if train else Lane.EVAL].get(group_id)
+            if group is None or not group.pending:
+                heapq.heappop(self._waiting)
+            elif train and self.queue.catching_up:
+                return None
             else:
-                lease_or_none.renewed_at = now
-        return revoked
+                return group
+        evaluating = any(e.finished < e.total for e in self._evaluations.values())
+        if not self.training_allowed or self.full or evaluating or self.queue.catching_up or not self._admitted():
+            return None
+        task = self._sampler.draw(self._drawn)
+        self._drawn += 1
+        self.records.ledger.remember(drawn=self._drawn)
+        return self._begin(Lane.TRAIN, task, self._temperature, self.config.group_size)
+
+    def _admitted(self) -> bool:
+        return may_start_group(self.census(), eta=self.config.eta, batch_units=self.queue.batch_units)
+
+    def _begin(self, lane: Lane, task: Task, temperature: float, size: int, evaluation: str = "") -> _Open:
+        row = self.records.ledger.begin_group(lane, task, temperature, size, evaluation)
+        group = self._open[lane][row.group_id] = _Open(row, deque((i, 0) for i in range(size)))
+        heapq.heappush(self._waiting, (lane is Lane.TRAIN, row.group_id))
+        return group
+
+    def renew(
+        self, worker: str, session: str, running: list[AttemptKey], now: float
+    ) -> tuple[list[AttemptKey], list[Assignment]]:
+        """Heartbeat of a worker.  Ends the leases of its earlier sessions.  Returns those of `running` that are no longer
+        wanted, and the assignments of this session that are not among them: the reply that carried them was lost."""
+        revoked = []
+        known = set(running)
+        again = []
+        for key, lease in list(self._of_worker.get(worker, {}).items()):
+            if lease.attempt.session != session:
+                self._lost(key, "worker_lost", now)
+            elif key in known:
+                lease.renewed_at = now
+            elif lease.given_again:
+                self._lost(key, "abandoned", now)
+            elif now > lease.issued_at:
+                lease.given_again, lease.renewed_at = True, now
+                again.append(lease.assignment)
+        mine = self._of_worker.get(worker, {})
+        revoked = [key for key in running if key not in mine]
+        return revoked, again
 
     def expire(self, now: float) -> None:
-        """End the leases that were not renewed in time: their workers, or the replies that carried them, are lost."""
+        """End the leases that were not renewed in time, whose workers are lost, and attempts without end."""
         for key, lease in list(self._leases.items()):
             if now - lease.renewed_at > self.config.lease_s:
-                self._lost(key, "lease_expired")
+                self._lost(key, "lease_expired", now)
+            elif now - lease.issued_at > self.config.attempt_limit_s:
+                self._lost(key, "attempt_limit", now)
 
-    def _lost(self, key: AttemptKey, reason: str) -> None:
-        if (lease := self._leases.pop(key, None)) is not None:  # an earlier loss may have dropped the whole group
-            self._ended(lease.assignment, Outcome.FAULT, reason)
+    def _lost(self, key: AttemptKey, reason: str, now: float) -> None:
+        if (lease := self._end_lease(key)) is not None:  # an earlier loss may have dropped the whole group
+            self._ended(lease, Outcome.FAULT, reason, now)
 
     # Trajectories in ------------------------------------------------------------------------------------------------
 
@@ -173,126 +274,133 @@ class Book:
         """Whether a trajectory of this attempt would be accepted."""
         return key in self._leases
 
-    def submit(self, trajectory: Trajectory) -> str:
-        """Take the result of an attempt: `accepted`, `repeat` (had before) or `superseded` (no longer wanted).
-        The screenshots of a success or failure are retained by the caller and come back through `freed`."""
+    def submit(self, trajectory: Trajectory, now: float) -> str:
+        """Take the result of an attempt: `accepted`, `repeat` (had before) or `superseded` (no longer wanted: its screenshots
+        are freed)."""
         key = trajectory.assignment.key
-        lease = self._leases.pop(key, None)
+        lease = self._leases.get(key)
         if lease is None:
-            return "repeat" if self._ledger.was_accepted(key) else "superseded"
-        assignment = lease.assignment
-        verdict = fate(trajectory.outcome, assignment.attempt, max_attempts=self.config.max_attempts)
-        if verdict is not Fate.KEEP:
-            self._ended(assignment, trajectory.outcome, trajectory.reason)
-            return "accepted"
-        group = self._open[assignment.group_id]
-        if group.lane is Lane.EVAL:
-            self.freed.append(key)
-            self._ledger.count_evaluated(key)
-            del self._open[assignment.group_id]
-            self._count_evaluation(group, trajectory.reward > 0)
-            return "accepted"
-        self._ledger.queue([key])
-        group.results[assignment.sample_index] = trajectory
-        self.recent.append(trajectory.reward)
-        self.trajectories += 1
-        if len(group.results) == self.config.group_size:
-            self._complete(assignment.group_id)
+            if self.records.ledger.was_accepted(key):
+                return "repeat"
+            self.records.freed.append(key)
+            return "superseded"
+        group, attempt = lease.group, lease.attempt
+        kept = fate(trajectory.outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.KEEP
+        if kept and group.row.lane is Lane.TRAIN:
+            self.records.keep(attempt, trajectory)  # may raise: the worker will repeat it
+        self._end_lease(key)
+        if not kept:
+            self._ended(lease, trajectory.outcome, trajectory.reason, now, trajectory)
+        elif group.row.lane is Lane.EVAL:
+            self.records.ledger.count_evaluated(attempt, trajectory)
+            self._close(group)
+            self._count_evaluation(group.row.evaluation, group.row.task, trajectory.reward > 0)
+        else:
+            group.attempts[attempt.sample_index] = attempt
+            group.envelopes[attempt.sample_index] = envelope(trajectory)
+            self.recent.append(trajectory.reward)
+            self.trajectories += 1
+            if len(group.attempts) == group.row.size:
+                self._complete(group, now)
         return "accepted"
 
-    def _ended(self, assignment: Assignment, outcome: Outcome, reason: str) -> None:
-        """An attempt without a result: issue it again, or drop its group."""
-        group = self._open[assignment.group_id]
-        self._ledger.drop([assignment.key], reason)
-        self.freed.append(assignment.key)
-        if fate(outcome, assignment.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE:
-            group.pending.appendleft((assignment.sample_index, assignment.attempt + 1))
-        elif group.lane is Lane.EVAL:
-            del self._open[assignment.group_id]
-            self._count_evaluation(group, False, fault=True)
+    def _ended(
+        self, lease: _Lease, outcome: Outcome, reason: str, now: float, trajectory: Trajectory | None = None
+    ) -> None:
+        """An attempt without a result that trains: issue it again, or drop its group."""
+        group, attempt = lease.group, lease.attempt
+        self._drop([attempt], reason, group.row.task, trajectory)
+        if fate(outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE:
+            group.pending.appendleft((attempt.sample_index, attempt.attempt + 1))
+            heapq.heappush(self._waiting, (group.row.lane is Lane.TRAIN, group.row.group_id))
+        elif group.row.lane is Lane.EVAL:
+            self._close(group)
+            self._count_evaluation(group.row.evaluation, group.row.task, False, fault=True)
         else:
-            self._drop_open(assignment.group_id, "group_faults" if outcome is Outcome.FAULT else f"group_{reason}")
+            self._drop_open(group, "group_faults" if outcome is Outcome.FAULT else f"group_{reason}")
 
-    def _drop_open(self, group_id: int, reason: str) -> None:
-        group = self._open.pop(group_id)
-        keys = [key for key in self._leases if key[0] == group_id]
-        for key in keys:
-            del self._leases[key]
-        keys += [t.assignment.key for t in group.results.values()]
-        self._ledger.drop(keys, reason)
-        self.freed.extend(keys)
+    def _drop_open(self, group: _Open, reason: str) -> None:
+        self._close(group)
+        leased = [lease.attempt for key in list(group.leases) if (lease := self._end_lease(key)) is not None]
+        self._drop([*leased, *group.attempts.values()], reason, group.row.task)
 
-    def _complete(self, group_id: int) -> None:
-        opened = self._open.pop(group_id)
-        group = Group(group_id, opened.task, [opened.results[i] for i in range(self.config.group_size)])
-        self.completed.append(group)
-        mixed = has_signal([t.reward for t in group.trajectories])
-        self.recent_mixed.append(mixed)
-        if self.config.dynamic_sampling and not mixed:
-            self._drop_group(group, "zero_variance")
-        else:
-            self._queued[group_id] = group
+    def _drop(self, attempts: list[Attempt], reason: str, task: Task, trajectory: Trajectory | None = None) -> None:
+        self.records.drop(attempts, reason, trajectory)
+        for attempt in attempts:
+            if attempt.lane == Lane.TRAIN:
+                age = max(0.0, time.time() - attempt.issued_at)
+                self.drops.ended(reason, difficulty=task.difficulty, steps=attempt.steps, age_s=age)
 
-    def _drop_group(self, group: Group, reason: str) -> None:
-        keys = [t.assignment.key for t in group.trajectories]
-        self._ledger.drop(keys, reason)
-        self.freed.extend(keys)
+    def _close(self, group: _Open) -> None:
+        del self._open[group.row.lane][group.row.group_id]
+        self.records.ledger.close_group(group.row.group_id)
 
-    # Batches --------------------------------------------------------------------------------------------------------
-
-    def take(self, step: int, version: int) -> tuple[list[int], int] | None:
-        """Batch of train step `step` for weights of `version`: group ids, oldest first, and the largest lag; None while
-        there is none.  Asking again for the same step gives the same."""
-        if self._batch is not None:
-            if self._batch[0] == step:
-                return self._batch[1], self._batch[2]
-            raise ValueError(f"step {step} is asked for while step {self._batch[0]} is in training")
-        ids, stale = choose_batch(
-            self._queue(), version, eta=self.config.eta, groups_per_step=self.config.groups_per_step
-        )
-        for group_id in stale:
-            self._drop_group(self._queued.pop(group_id), "stale")
-        if ids is None:
+    def drop_youngest(self, reason: str) -> int | None:
+        """Drop the train group that was begun last and is not complete; returns its id."""
+        groups = self._open[Lane.TRAIN]
+        if not groups:
             return None
-        self._in_training = {i: self._queued.pop(i) for i in ids}
-        members = [t for g in self._in_training.values() for t in g.trajectories]
-        self._ledger.take((t.assignment.key for t in members), step)
-        self._batch = (step, ids, max(lag(version, t.min_version) for t in members))
-        return self._batch[1], self._batch[2]
+        group_id = max(groups)
+        self._drop_open(groups[group_id], reason)
+        return group_id
 
-    def _queue(self) -> list[tuple[int, list[int]]]:
-        return [(i, [t.min_version for t in g.trajectories]) for i, g in sorted(self._queued.items())]
+    def _complete(self, group: _Open, now: float) -> None:
+        self._close(group)
+        row = group.row
+        members = [(group.attempts[i], group.envelopes[i]) for i in range(row.size)]
+        rewards = [t.reward for _, t in members]
+        if row.group_id % self._record_every == 0:
+            whole = [self.records.trajectory(attempt) for attempt, _ in members]
+            self.completed.append(Group(row.group_id, row.task, whole))
+        mixed = has_signal(rewards)
+        self.recent_mixed.append(mixed)
+        self._sampler.observe(row.task, rewards)
+        if (rate := self._sampler.rate(row.task.name)) != (0.0, 0.0):
+            self.records.ledger.remember_rate(row.task.name, rate)
+        if self._successes_only:
+            failed = [a for a, t in members if not t.reward > 0]
+            self._drop(failed, "not_a_success", row.task)
+            members = [(a, t) for a, t in members if t.reward > 0]
+        elif self.config.dynamic_sampling and not mixed:
+            self._drop([a for a, _ in members], "zero_variance", row.task)
+            members = []
+        for attempt, _ in members:
+            self.drops.ended(None, difficulty=row.task.difficulty, steps=attempt.steps, age_s=0.0)
+        if members:
+            self.queue.add(Whole(row.group_id, row.task, [a for a, _ in members], [t for _, t in members], now))
 
-    def upcoming(self, version: int) -> list[Group]:
-        """The groups of which a batch for weights of `version` would be cut now, as far as they are there."""
-        eta, size = self.config.eta, self.config.groups_per_step
-        return [self._queued[i] for i in fresh_groups(self._queue(), version, eta=eta, groups_per_step=size)]
+    # Trainer --------------------------------------------------------------------------------------------------------
 
-    def fetch(self, group_ids: list[int]) -> list[Group]:
-        """Groups in training.  Raises KeyError for others."""
-        return [self._in_training[i] for i in group_ids]
+    def running(self) -> list[tuple[int | None, float]]:
+        """Of each train group that runs: the position of its oldest token, or of the policy that a running member was begun
+        with; and its deadline for `stale: wait`."""
+        return [(self._oldest(group), group.deadline) for group in self._open[Lane.TRAIN].values()]
 
-    def trained(self, step: int, applied_updates: int) -> None:
-        """The step ended (0 updates: it was skipped) and its weights are published."""
-        if not applied_updates:
-            return self.discard(step, "step_skipped")
-        for group in self._end_batch(step):
-            keys = [t.assignment.key for t in group.trajectories]
-            self._ledger.train(keys)
-            self.freed.extend(keys)
+    def _oldest(self, group: _Open) -> int | None:
+        finished = (t for t in group.envelopes.values() if t.min_version >= 0)
+        positions = [self.lineage.oldest(t.min_version, t.max_version) for t in finished]
+        positions += [
+            self.lineage.position(lease.attempt.policy) for lease in group.leases.values() if lease.attempt.policy >= 0
+        ]
+        return min(positions, default=None)
 
-    def discard(self, step: int, reason: str) -> None:
-        """The batch of `step` is not trained, for the named reason."""
-        for group in self._end_batch(step):
-            self._drop_group(group, reason)
+    def trainer_started(self, step: int, version: int, now: float) -> int:
+        """A trainer goes on after `step` finished steps with the weights of `version` (−1: those of the model).  What was
+        trained later is rolled back.  Returns the version to publish its weights as."""
+        position = self.lineage.position(version) if version >= 0 else 0
+        self.queue.roll_back(step, position, now)
+        return self._claim(position, at_least=version + 1)
 
-    def _end_batch(self, step: int) -> list[Group]:
-        """The groups of the batch, which are in training no more; none if this is a repeat."""
-        if self._batch is None or self._batch[0] != step:
-            return []
-        groups = list(self._in_training.values())
-        self._in_training, self._batch = {}, None
-        return groups
+    def claim_version(self, after: int) -> int:
+        """A version for the weights that an update made of those of `after`."""
+        return self._claim(self.lineage.position(after) + 1, at_least=after + 1)
+
+    def _claim(self, position: int, at_least: int) -> int:
+        version = self.records.ledger.claim_version(at_least)
+        self.lineage.add(version, position)
+        self.records.ledger.remember(lineage=self.lineage.segments)
+        self.policy = version
+        return version
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
@@ -301,72 +409,72 @@ class Book:
         if name in self._evaluations:
             return
         self._evaluations[name] = EvaluationState(name, len(tasks), 0, 0, {}, 0)
+        self.records.ledger.remember(evaluations={n: e.total for n, e in self._evaluations.items()})
         for task in tasks:
-            self._open_group(task, Lane.EVAL, temperature, 1, name)
+            self._begin(Lane.EVAL, task, temperature, 1, name)
 
     def evaluation(self, name: str) -> EvaluationState:
         """Raises KeyError for an unknown name."""
         return self._evaluations[name]
 
-    def _count_evaluation(self, group: _OpenGroup, success: bool, *, fault: bool = False) -> None:
-        state = self._evaluations[group.evaluation]
+    def _count_evaluation(self, name: str, task: Task, success: bool, *, fault: bool = False) -> None:
+        state = self._evaluations[name]
         state.finished += 1
         state.successes += success
         state.faults += fault
-        tally = state.by_task.setdefault(group.task.name, [0, 0])
+        tally = state.by_task.setdefault(task.name, [0, 0])
         tally[0] += success
         tally[1] += 1
 
     # Accounts -------------------------------------------------------------------------------------------------------
 
     def census(self) -> Census:
-        """Train groups by where they are."""
-        running = sum(g.lane is Lane.TRAIN for g in self._open.values())
-        return Census(running, len(self._queued), len(self._in_training))
-
-    def begun_tasks(self) -> list[Task]:
-        """Tasks of the train groups that were begun and neither trained nor dropped, then those still to be practised
-        again: what the source was asked for and will not give once more."""
-        opened = {i: g.task for i, g in self._open.items() if g.lane is Lane.TRAIN}
-        complete = {i: g.task for i, g in (*self._queued.items(), *self._in_training.items())}
-        return [task for _, task in sorted((opened | complete).items())] + list(self.again)
+        """Train groups by where they are, in units."""
+        queued, in_training = self.queue.units
+        return Census(len(self._open[Lane.TRAIN]) * self.queue.group_units, queued, in_training)
 
     @property
-    def running(self) -> int:
+    def leased(self) -> int:
         """Leased episodes, both lanes."""
         return len(self._leases)
 
+    def owners(self) -> list[AttemptKey]:
+        """Attempts that may own screenshots."""
+        return [a.key for a in self.records.ledger.live()]
+
     def in_flight(self) -> int:
         """Train attempts that are running, queued or in training, counted from the state: the ledger must agree."""
-        running = sum(lease.assignment.lane is Lane.TRAIN for lease in self._leases.values())
-        finished = sum(len(g.results) for g in self._open.values())
-        return (
-            running + finished + sum(len(g.trajectories) for g in (*self._queued.values(), *self._in_training.values()))
-        )
+        running = sum(lease.attempt.lane == Lane.TRAIN for lease in self._leases.values())
+        finished = sum(len(g.attempts) for g in self._open[Lane.TRAIN].values())
+        return running + finished + len(self.queue.members())
 
     def status(self) -> dict[str, Any]:
         """The book's part of `Status`."""
-        census = self.census()
+        taken = self.queue.taken
         return dict(
-            running=self.running,
-            running_groups=census.running,
-            queued_groups=census.queued,
-            in_training_groups=census.in_training,
-            account=self._ledger.account(),
+            running=self.leased,
+            running_groups=len(self._open[Lane.TRAIN]),
+            queued_groups=len(self.queue.group_ids),
+            in_training_groups=len(taken.groups) if taken is not None else 0,
+            account=self.records.ledger.account(),
             success=sum(self.recent) / len(self.recent) if self.recent else math.nan,
             mixed_share=sum(self.recent_mixed) / len(self.recent_mixed) if self.recent_mixed else math.nan,
             trajectories=self.trajectories,
+            queue_bytes=self.records.spool.bytes,
         )
+
+    def remember(self) -> None:
+        """Keep what only the display shows."""
+        self.records.ledger.remember(recent=list(self.recent), recent_mixed=list(self.recent_mixed))
 
     def end(self) -> None:
         """A clean end: what is in flight becomes `run_ended`, and nothing is wanted any more."""
         self.training_allowed = False
-        self._ledger.end_in_flight("run_ended")
-        self._open.clear()
-        self._leases.clear()
-        self._queued.clear()
-        self._in_training.clear()
-        self._batch = None
+        for lane in self._open.values():
+            for group in list(lane.values()):
+                self._drop_open(group, "run_ended")
+        self.records.drop(self.queue.members(), "run_ended")
+        self.queue.clear()
 
 
 def _episode_seed(*parts: int) -> int:

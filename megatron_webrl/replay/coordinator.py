@@ -1,6 +1,9 @@
 """The coordinator: one asyncio process that hands out episodes, takes trajectories in and batches out.
 
-It never decodes a payload.  The book (`replay.book`) decides; this module is its sockets, clock and housekeeping.
+It never decodes a payload.  The book (`replay.book`) and the queue (`replay.queue`) decide; this module is their sockets, clock
+and housekeeping.  A reply that tells of a change waits until the change is on disk (`_durable`), one commit for all that came
+meanwhile: a coordinator that was killed is started again, goes on from its records, and whoever did not hear its reply repeats
+the question.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,16 @@ from megatron_webrl.config import ReplayConfig, RunConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.replay.batches import remove_batches
 from megatron_webrl.replay.book import Book
-from megatron_webrl.replay.ledger import Ledger
+from megatron_webrl.replay.engines import EngineRegistry
+from megatron_webrl.replay.keeper import ScreenshotKeeper
+from megatron_webrl.replay.queue import Taken
+from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.recorder import BatchRecorder, record_group
 from megatron_webrl.replay.rows import batch_row, run_row
-from megatron_webrl.replay.state import SavedReplay, broken_state, decode_state, encode_state
-from megatron_webrl.run_directory import checkpoint_path
-from megatron_webrl.tasks import UniformSampler
-from megatron_webrl.trajectory import AttemptKey, Group, Outcome
-from megatron_webrl.wire import Client, Message, Server, WireError
+from megatron_webrl.screenshots import fetch
+from megatron_webrl.tasks import make_sampler
+from megatron_webrl.trajectory import Assignment, AttemptKey, Group
+from megatron_webrl.wire import Client, Keys, Message, Server, WireError
 from megatron_webrl.wire.messages import (
     Assignments,
     BeginTraining,
@@ -37,26 +43,18 @@ from megatron_webrl.wire.messages import (
     EvaluationState,
     FetchGroups,
     GetAssignments,
-    GetImages,
-    GetReplayState,
     GetStatus,
     Groups,
-    Images,
-    Lacking,
     ListEngines,
     ListUpcoming,
     Manifest,
-    ReleaseImages,
-    ReplayState,
-    RetainImages,
     StartEvaluation,
     Status,
     StepTrained,
-    StoreState,
-    StoreStatus,
     Submitted,
     SubmitTrajectory,
     Take,
+    TrainerStarted,
     TrainingFinished,
     Upcoming,
     Version,
@@ -64,18 +62,12 @@ from megatron_webrl.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-ENGINE_SILENT_S = 5.0
 HOUSEKEEPING_S = 0.5
-STORE_TIMEOUT_S = 10.0
-STUCK_S = 180.0
-"""Longer than the store keeps what nobody claims."""
-STORE_HIGH_WATER = 0.8
-"""Share of the screenshot store in use above which no new group begins."""
+STUCK_S = 60.0
+RECORD_TIMEOUT_S = 30.0
 
 ROLLOUT_VERSION = 0
 """Of the weights that the driver has loaded from disk, when nothing trains."""
-
-TRAINS = (Outcome.SUCCESS, Outcome.FAILURE)
 
 MetricsSink = Callable[[int, dict[str, float]], None]
 
@@ -97,8 +89,7 @@ class BatchTimeout(Exception):
 class Coordinator:
     """Coordinator of a run.
 
-    resume_step: step of the checkpoint that the trainer resumes from; None for a fresh run.  resume_replay: the
-    `ReplayState` that was saved with it; None if there is none: the task order then goes on after all that was ever drawn.
+    run_id: of this start of the run; one that is made again for the same start goes on where the former stood.
     log_metrics: called once a train step with its metrics; must not block.
     """
 
@@ -110,54 +101,62 @@ class Coordinator:
         address: str,
         store_address: str,
         log_metrics: MetricsSink,
-        resume_step: int | None = None,
-        resume_replay: bytes | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.config = config
         self._run_dir = Path(config.run_dir)
-        self._ledger = Ledger(self._run_dir / "ledger.sqlite")
-        self._ledger.end_in_flight("lost_at_restart")
-        if resume_step is not None:
-            self._ledger.roll_back(resume_step)
-            remove_batches(self._run_dir / "batches", resume_step)
-        self._ledger.commit()
-        self._sampler = UniformSampler(config.tasks, config.seed)
+        self._records = Records(self._run_dir)
+        self._ledger = self._records.ledger
+        same_start = self._ledger.recall("run_id", None) == run_id
+        self._sampler = make_sampler(config.tasks, config.seed, config.replay.group_size)
         self.book = Book(
             config.replay,
-            self._ledger,
+            self._records,
             self._sampler,
             temperature=config.sampling.temperature,
             deadline_s=config.agent.episode_deadline_s,
             seed=config.seed,
+            now=time.monotonic(),
+            record_every=config.observe.record_every,
+            successes_only=config.algorithm.objective == "raft++",
+            same_start=same_start,
         )
-        self._store = Client(store_address, run_id, "coordinator")
+        self._store = Client(store_address, run_id, "coordinator", keys=keys)
+        self._keeper = ScreenshotKeeper(self._store, self.book.owners)
         self._log_metrics = log_metrics
-        self._engines: dict[str, tuple[EngineStatus, float]] = {}
-        self._workers: dict[str, float] = {}
-        self._changed = asyncio.Condition()
+        self._engines = EngineRegistry()
+        self._workers: dict[str, tuple[float, int]] = {}
+        """When each was heard of, and its slots."""
+        self._utilisation: list[float] = []
+        """Share of slots in use, since the last train step."""
+        self._changed = asyncio.Event()
+        """For the trainer, which waits for a batch."""
+        self._parked: deque[tuple[asyncio.Future[list[Assignment]], GetAssignments]] = deque()
+        """Workers that wait for an assignment, first come, first served."""
+        self._synced: asyncio.Future[None] | None = None
+        """Of those that wait for the next commit."""
+        self._flushing: asyncio.Task[None] | None = None
         self._recorder: BatchRecorder | None = None
         if config.observe.record_batches or config.rollout_only:
             self._recorder = BatchRecorder(self._run_dir / "batches", self._store)
+        self._recorded: tuple[int, list[AttemptKey]] | None = None
+        """The batch that the recorder has, whose screenshots are held."""
         self._recordings: set[asyncio.Task[None]] = set()
-        self._step = resume_step or 0
-        self._version = ROLLOUT_VERSION if config.rollout_only else -1
-        self._metrics: dict[str, float] = {}
-        self._lag_sum, self._lag_tokens, self._lag_max = 0.0, 0, 0
-        self._restore(resume_replay)
-        self._began: float | None = None
-        self._collected_at = 0.0
-        self._finished = self._stopping = False
+        self._checked: set[int] = set()
+        """Queued groups whose screenshots were found in the store."""
+        self._collected_at = time.monotonic()
         self._stuck_since: float | None = None
+        self._restore(run_id, same_start)
         handlers: dict[type[Message], Any] = {
             GetAssignments: self._get_assignments,
             SubmitTrajectory: self._submit,
+            TrainerStarted: self._trainer_started,
             Take: self._take,
             FetchGroups: self._fetch_groups,
             ListUpcoming: self._list_upcoming,
             StepTrained: self._step_trained,
             TrainingFinished: self._training_finished,
             CheckpointDurable: self._checkpoint_durable,
-            GetReplayState: self._get_replay_state,
             ClaimVersion: self._claim_version,
             ListEngines: self._list_engines,
             EngineStatus: self._engine_status,
@@ -167,30 +166,52 @@ class Coordinator:
             GetStatus: self._get_status,
             EndRun: self._end_run,
         }
-        self._server = Server(address, run_id, handlers)
+        self._server = Server(address, run_id, handlers, keys=keys)
+
+    def _restore(self, run_id: str, same_start: bool) -> None:
+        """The phase that this start of the run is in; the step and its numbers, of whichever start."""
+        recall = self._ledger.recall
+        self._step: int = recall("step", 0)
+        self._metrics: dict[str, float] = {}
+        self._lag_sum, self._lag_tokens, self._lag_max = recall("lag", [0.0, 0, 0])
+        if not same_start:
+            self._ledger.remember(run_id=run_id, began_at=None, finished=False, stopping=False, trajectories=0, evaluations={})
+        self._began_at: float | None = recall("began_at", None)
+        self._finished: bool = recall("finished", False)
+        self._stopping: bool = recall("stopping", False)
+        self.book.trajectories = recall("trajectories", 0)
+        self.book.policy = ROLLOUT_VERSION if self.config.rollout_only else recall("policy", -1) if same_start else -1
+        self.book.training_allowed = self._began_at is not None and not self._finished and not self._stopping
+        self._records.commit()
 
     async def run(self) -> None:
         """Serve until cancelled.  Raises AccountError if the account ever fails to balance, what `BatchRecorder.check`
-        raises, and (rollout_only) BatchTimeout."""
+        raises, UserError if the bounds leave no way on, and (rollout_only) BatchTimeout."""
         await self._server.start()
         try:
             while True:
                 await asyncio.sleep(HOUSEKEEPING_S)
                 self.book.expire(time.monotonic())
-                await self._after_change()
-                await self._watch_store()
+                await self._keeper.turn()
+                self._watch_bounds()
+                self._after_change()
                 if self._recorder is not None:
                     self._recorder.check()
                     if self.config.rollout_only and not self._recorder.busy:
                         await self._collect(self._recorder)
+                self._watch_slots()
+                if warning := self.book.drops.warning(time.monotonic()):
+                    log.warning("%s", warning)
                 self.check_account()
-                self._ledger.commit()
+                self._records.commit()
         finally:
             await self._server.close()
             if self._recorder is not None:
                 await self._recorder.close()
+            if self._flushing is not None:
+                await asyncio.wait([self._flushing], timeout=RECORD_TIMEOUT_S)
             self._store.close()
-            self._ledger.close()
+            self._records.close()
 
     def check_account(self) -> None:
         """Invariant 1: what the ledger calls in flight is what the state holds."""
@@ -201,41 +222,94 @@ class Coordinator:
     # Workers --------------------------------------------------------------------------------------------------------
 
     async def _get_assignments(self, _: str, m: GetAssignments) -> Assignments:
-        deadline = time.monotonic() + min(m.wait_s, self.config.replay.lease_s / 2)
-        revoked = self.book.renew(m.worker, m.session, m.running, time.monotonic())
-        while True:
-            self._workers[m.worker] = time.monotonic()
-            assignments = self.book.assign(m.worker, m.session, m.slots, time.monotonic()) if not self._stopping else []
-            left = deadline - time.monotonic()
-            if assignments or revoked or left <= 0 or m.slots <= 0:
-                return Assignments(assignments, revoked)
-            await self._wait_for_change(left)
+        now = time.monotonic()
+        self._workers[m.worker] = (now, len(m.running) + max(0, m.slots))
+        revoked, assignments = self.book.renew(m.worker, m.session, m.running, now)
+        wanted = m.slots - len(assignments)
+        if wanted > 0 and not self._stopping:
+            assignments += self.book.assign(m.worker, m.session, wanted, now)
+        if m.slots > 0 and not assignments and not revoked and m.wait_s > 0:
+            assignments = await self._park(m, min(m.wait_s, self.config.replay.lease_s / 2))
+        if assignments or revoked:
+            await self._durable()
+        return Assignments(assignments, revoked)
+
+    async def _park(self, m: GetAssignments, seconds: float) -> list[Assignment]:
+        """The worker's turn among those that wait."""
+        future: asyncio.Future[list[Assignment]] = asyncio.get_running_loop().create_future()
+        self._parked.append((future, m))
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            return []
+
+    def _serve_parked(self) -> None:
+        """Give to those who wait what there is now."""
+        while self._parked and not self._stopping:
+            future, m = self._parked[0]
+            if not future.done():
+                found = self.book.assign(m.worker, m.session, m.slots, time.monotonic())
+                if not found:
+                    return
+                future.set_result(found)
+            self._parked.popleft()
 
     async def _submit(self, _: str, m: SubmitTrajectory) -> Submitted:
-        trajectory = m.trajectory
-        key = trajectory.assignment.key
-        if trajectory.digests and trajectory.outcome in TRAINS and self.book.wants(key):
-            lacking = await self._store.request(
-                RetainImages(key, trajectory.digests), timeout=STORE_TIMEOUT_S, expect=Lacking
-            )
-            if lacking.digests:
-                return Submitted(False, "images_missing")
-            reason = self.book.submit(trajectory)
-            if reason == "superseded":  # it was lost while the store was asked (a repeat retained nothing more)
-                self.book.freed.append(key)
-        else:
-            reason = self.book.submit(trajectory)
-        await self._after_change()
-        return Submitted(reason == "accepted", reason)
+        now = time.monotonic()
+        reason = self.book.submit(m.trajectory, now)
+        more = m.more and not self._stopping and not self._parked
+        assignments = self.book.assign(m.worker, m.session, 1, now) if more else []
+        self._after_change()
+        await self._durable()
+        return Submitted(reason == "accepted", reason, assignments)
+
+    # Durability -----------------------------------------------------------------------------------------------------
+
+    async def _durable(self) -> None:
+        """Returns when all that was changed so far is on disk."""
+        if self._synced is None:
+            self._synced = asyncio.get_running_loop().create_future()
+        waiting = self._synced
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush())
+        await asyncio.shield(waiting)
+
+    async def _flush(self) -> None:
+        """Commit for all who wait, again as long as somebody does; what comes during one commit waits for the next."""
+        while (waiting := self._synced) is not None:
+            self._synced = None
+            try:
+                self._records.commit()
+                await asyncio.to_thread(self._records.sync)
+            except Exception as error:  # a full disk: nobody is told that it is safe
+                log.exception("the ledger cannot be written")
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(None)
+        self._flushing = None
 
     # Trainer --------------------------------------------------------------------------------------------------------
 
+    async def _trainer_started(self, _: str, m: TrainerStarted) -> Version:
+        version = self.book.trainer_started(m.step, m.version, time.monotonic())
+        self._records.durable(m.step)  # it holds the checkpoint
+        if m.step < self._step:
+            remove_batches(self._run_dir / "batches", m.step)
+        self._step, self._finished = m.step, False
+        self._ledger.remember(step=m.step, policy=version, finished=False)
+        self._after_change()
+        await self._durable()
+        return Version(version)
+
     async def _take(self, _: str, m: Take) -> Manifest:
-        self._version = m.version
+        if m.version > self.book.policy:
+            self.book.policy = m.version
         asked = time.monotonic()
-        begun = self._began is not None
+        begun = self._began_at is not None
+        lineage = tuple(self.book.lineage.segments)
         while True:
-            waiting = self._want_weights(m.version, asked)
+            waiting = self._engines.wanting_weights(m.version, asked)
             if self._stopping or waiting:
                 return Manifest(m.step, False, begun, engines_waiting=waiting, stop=self._stopping)
             # The batch before is to be on disk first.  If it cannot be, `run` ends the run.
@@ -243,48 +317,60 @@ class Coordinator:
             if go_on and self._out_of_budget(m.step):
                 self.book.training_allowed = False
                 return Manifest(m.step, False, begun, finished=True)
-            batch = self.book.take(m.step, m.version) if begun and go_on else None
+            batch = await self._cut(m.step, m.version) if begun and go_on else None
             if batch is not None:
-                group_ids, lag_max = batch
-                groups = self.book.fetch(group_ids)
-                if self._recorder is not None:
-                    self._recorder.begin(m.step + 1, m.version, groups)
-                await self._after_change()
-                return Manifest(m.step, True, begun, group_ids, [group.tokens for group in groups], lag_max)
+                self._record_batch(m.step, m.version, batch)
+                self._after_change()
+                await self._durable()
+                costs = [group.tokens for group in batch.groups.values()]
+                return Manifest(m.step, True, begun, list(batch.groups), costs, lineage)
+            save = self._keeper.full and self._provisional()
             left = asked + m.wait_s - time.monotonic()
-            if left <= 0:
-                return Manifest(m.step, False, begun)
+            if left <= 0 or save:
+                return Manifest(m.step, False, begun, save=save)
             await self._wait_for_change(left)
 
-    def _want_weights(self, version: int, asked: float) -> list[str]:
-        """Engine hosts that serve nothing until they get weights, and those that say, later than the trainer's question,
-        that they serve older ones than it published: they were silent during the refresh."""
-        self._engine_list()
-        return [
-            status.name
-            for status, heard in self._engines.values()
-            if status.state == "waiting_weights"
-            or (status.state == "serving" and status.version < version and heard > asked)
-        ]
+    async def _cut(self, step: int, version: int) -> Taken | None:
+        """The batch, once the store has all of its screenshots; a group that lost some is dropped by name."""
+        queue = self.book.queue
+        if queue.taken is None:
+            groups = [g for g in queue.upcoming(version) if g.group_id not in self._checked]
+            if digests := list(dict.fromkeys(d for g in groups for d in g.digests)):
+                try:
+                    lost = await self._keeper.lacking(digests)
+                except WireError as error:
+                    log.warning("screenshot store: %s; no batch until it answers", error)
+                    return None
+                if lost:
+                    lacking = [g.group_id for g in queue.upcoming(version) if lost.intersection(g.digests)]
+                    log.warning("groups %s are dropped: the store lost %d of their screenshots", lacking, len(lost))
+                    queue.drop(lacking, "images_lost")
+            self._checked.update(g.group_id for g in groups)
+            self._checked &= queue.group_ids
+        return queue.take(step, version, running=self.book.running(), now=time.monotonic())
+
+    def _provisional(self) -> bool:
+        """Whether a checkpoint would make anything final."""
+        return any(batch.state in ("trained", "skipped") for batch in self._ledger.batches())
 
     def _out_of_budget(self, step: int) -> bool:
         limit = self.config.trainer.max_minutes
         return step >= self.config.trainer.steps or (limit is not None and self._minutes() >= limit)
 
     def _minutes(self) -> float:
-        return 0.0 if self._began is None else (time.monotonic() - self._began) / 60
+        return 0.0 if self._began_at is None else max(0.0, time.time() - self._began_at) / 60
 
     async def _fetch_groups(self, _: str, m: FetchGroups) -> Groups:
-        return Groups(self.book.fetch(m.group_ids))
+        return Groups(self.book.queue.fetch(m.group_ids))
 
     async def _list_upcoming(self, _: str, m: ListUpcoming) -> Upcoming:
-        return Upcoming([(group.group_id, group.digests) for group in self.book.upcoming(m.version)])
+        return Upcoming([(group.group_id, group.digests) for group in self.book.queue.upcoming(m.version)])
 
     async def _step_trained(self, _: str, m: StepTrained) -> Done:
         if m.step < self._step:
             return Done()  # a repeat
-        self.book.trained(m.step, m.applied_updates)
-        self._version = m.version
+        self.book.queue.trained(m.step, m.applied_updates)
+        self.book.policy = m.version
         tokens = int(m.metrics.get("rollout/response_tokens", 0))
         self._lag_sum += m.metrics.get("rollout/lag_mean", 0.0) * tokens
         self._lag_tokens += tokens
@@ -295,100 +381,87 @@ class Coordinator:
     async def _end_step(self, step: int, metrics: dict[str, float]) -> None:
         """`step` steps are done, the last with these metrics."""
         self._step, self._metrics = step, dict(metrics)
-        self._log_metrics(step, {**metrics, **run_row(self.status())})
-        await self._after_change()
-        self._ledger.commit()
+        account = self._staleness_account()
+        self._log_metrics(step, {**metrics, **run_row(self.status()), **account, **self.book.drops.row()})
+        self.book.remember()
+        lag = [self._lag_sum, self._lag_tokens, self._lag_max]
+        self._ledger.remember(step=step, policy=self.book.policy, lag=lag, trajectories=self.book.trajectories)
+        self._after_change()
+        await self._durable()
+
+    def _staleness_account(self) -> dict[str, float]:
+        """Queue, slots and stores, for a row."""
+        ages = self.book.queue.ages(time.monotonic())
+        used, self._utilisation = self._utilisation, []
+        return {
+            "replay/queue_age_mean_s": sum(ages) / len(ages) if ages else 0.0,
+            "replay/queue_age_max_s": max(ages, default=0.0),
+            "replay/queue_bytes": float(self._records.spool.bytes),
+            "screenshots/images": float(self._keeper.state.images),
+            "screenshots/bytes": float(self._keeper.state.bytes),
+            "rollout/slot_utilisation": sum(used) / len(used) if used else 0.0,
+            "wire/malformed": float(self._server.malformed),
+        }
 
     async def _training_finished(self, _: str, m: TrainingFinished) -> Done:
         self._finished = True
-        self._version = m.version
+        self.book.policy = m.version
+        self._ledger.remember(finished=True, policy=m.version)
+        await self._durable()
         return Done()
 
     async def _checkpoint_durable(self, _: str, m: CheckpointDurable) -> Done:
-        self._ledger.commit()
+        self._records.durable(m.step)
+        self._after_change()
+        await self._durable()
         return Done()
 
-    async def _get_replay_state(self, _: str, m: GetReplayState) -> ReplayState:
-        book = self.book
-        state = SavedReplay(
-            sampler=self._sampler.state(),
-            begun=book.begun_tasks(),
-            recent=list(book.recent),
-            recent_mixed=list(book.recent_mixed),
-            lag_sum=self._lag_sum,
-            lag_tokens=self._lag_tokens,
-            lag_max=self._lag_max,
-        )
-        return ReplayState(encode_state(state))
-
-    def _restore(self, data: bytes | None) -> None:
-        """Go on from a saved `ReplayState`.  Raises UserError naming the checkpoint if it is malformed."""
-        if data is None:
-            for _ in range(self._ledger.train_groups()):
-                self._sampler.draw()
-            return
-        where = str(checkpoint_path(self._run_dir, self._step))
-        saved = decode_state(data, where)
-        try:
-            self._sampler.restore(saved.sampler)
-        except (KeyError, TypeError, ValueError) as error:
-            raise broken_state(where, repr(error)) from None
-        first, end = self.config.tasks.train_seeds
-        names = self.config.tasks.names
-        self.book.again.extend(t for t in saved.begun if t.name in names and first <= t.seed < end)
-        self.book.recent.extend(saved.recent)
-        self.book.recent_mixed.extend(saved.recent_mixed)
-        self._lag_sum, self._lag_tokens, self._lag_max = saved.lag_sum, saved.lag_tokens, saved.lag_max
-
     async def _claim_version(self, _: str, m: ClaimVersion) -> Version:
-        return Version(self._ledger.claim_version())
+        version = self.book.claim_version(m.after)
+        self._ledger.remember(policy=version)
+        await self._durable()
+        return Version(version)
 
     # Engines --------------------------------------------------------------------------------------------------------
 
-    def _engine_list(self) -> list[EngineStatus]:
-        now = time.monotonic()
-        for name, (status, heard) in self._engines.items():
-            if now - heard > ENGINE_SILENT_S and status.state != "dead":
-                status.state = "dead"
-                log.warning("engine host %s is silent for %.0f s", name, now - heard)
-        return [status for status, _ in self._engines.values()]
-
     async def _list_engines(self, _: str, m: ListEngines) -> Engines:
-        return Engines(self._engine_list())
+        return Engines(self._engines.hosts())
 
     async def _engine_status(self, _: str, m: EngineStatus) -> Done:
-        old = self._engines.get(m.name)
-        self._engines[m.name] = (m, time.monotonic())
-        if old is None or old[0].state != m.state:
-            log.info("engine host %s: %s, version %d", m.name, m.state, m.version)
-            await self._notify()
+        if self._engines.hear(m):
+            self._changed.set()
         return Done()
 
     # Driver ---------------------------------------------------------------------------------------------------------
 
     async def _start_evaluation(self, _: str, m: StartEvaluation) -> Done:
         self.book.begin_evaluation(m.name, m.tasks, m.temperature)
-        await self._notify()
+        self._after_change()
+        await self._durable()
         return Done()
 
     async def _evaluation_progress(self, _: str, m: EvaluationProgress) -> EvaluationState:
         return self.book.evaluation(m.name)
 
     async def _begin_training(self, _: str, m: BeginTraining) -> Done:
-        if self._began is None:
-            self._began = self._collected_at = time.monotonic()
+        if self._began_at is None:
+            self._began_at, self._collected_at = time.time(), time.monotonic()
             self.book.training_allowed = True
-            await self._notify()
+            self._ledger.remember(began_at=self._began_at)
+            self._after_change()
+            await self._durable()
         return Done()
 
     async def _get_status(self, _: str, m: GetStatus) -> Status:
         return self.status()
 
     async def _end_run(self, _: str, m: EndRun) -> Status:
-        self._stopping = True
-        self.book.end()
-        self._ledger.commit()
-        await self._notify()
+        if not self._stopping:
+            self._stopping = True
+            self.book.end()
+            self._ledger.remember(stopping=True)
+            self._after_change()
+            await self._durable()
         return self.status()
 
     def status(self) -> Status:
@@ -396,14 +469,15 @@ class Coordinator:
         now = time.monotonic()
         return Status(
             step=self._step,
-            version=self._version,
+            version=self.book.policy,
             finished=self._finished,
             minutes=self._minutes(),
             lag_mean=self._lag_sum / self._lag_tokens if self._lag_tokens else 0.0,
             lag_max=self._lag_max,
-            workers=sum(now - heard < self.config.replay.lease_s for heard in self._workers.values()),
-            engines=self._engine_list(),
+            workers=sum(now - heard < self.config.replay.lease_s for heard, _ in self._workers.values()),
+            engines=self._engines.hosts(),
             metrics=self._metrics,
+            store_bytes=self._keeper.state.bytes,
             **self.book.status(),
         )
 
@@ -411,22 +485,23 @@ class Coordinator:
 
     async def _collect(self, recorder: BatchRecorder) -> None:
         """rollout_only: take a batch as a trainer would; once it is recorded, let its groups go."""
-        if self._began is None or self._finished or self._stopping:
+        if self._began_at is None or self._finished or self._stopping:
             return
         now, step = time.monotonic(), self._step
         if step < recorder.step:
-            batch = self.book.take(step, ROLLOUT_VERSION)
+            batch = self.book.queue.take(step, ROLLOUT_VERSION)
             assert batch is not None  # the same again
-            row = batch_row(self.book.fetch(batch[0])) | {"time/collect_s": now - self._collected_at}
+            row = batch_row(self.book.queue.fetch(list(batch.groups))) | {"time/collect_s": now - self._collected_at}
             self._collected_at = now
-            self.book.discard(step, "rollout_only")
+            self.book.queue.discard(step, "rollout_only")
             await self._end_step(step + 1, row)
         elif self._out_of_budget(step):
             self.book.training_allowed = False
             self._finished = True
-        elif (batch := self.book.take(step, ROLLOUT_VERSION)) is not None:
-            recorder.begin(step + 1, ROLLOUT_VERSION, self.book.fetch(batch[0]))
-            await self._after_change()
+            self._ledger.remember(finished=True)
+        elif (batch := await self._cut(step, ROLLOUT_VERSION)) is not None:
+            self._record_batch(step, ROLLOUT_VERSION, batch)
+            self._after_change()
         elif now - self._collected_at > self.config.replay.take_timeout_s:
             raise BatchTimeout(self.config.replay)
 
@@ -434,75 +509,71 @@ class Coordinator:
 
     async def _wait_for_change(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(min(seconds, 1.0)), self._changed:
+            async with asyncio.timeout(min(seconds, 1.0)):
                 await self._changed.wait()
         except TimeoutError:
             pass
+        self._changed.clear()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _after_change(self) -> None:
-        """Record what completed, give back what was freed, wake those who wait."""
+    def _after_change(self) -> None:
+        """Record what completed, hand over what was freed, serve and wake those who wait."""
         completed, self.book.completed = self.book.completed, []
-        freed, self.book.freed = self.book.freed, []
         for group in completed:
-            if group.group_id % self.config.observe.record_every == 0:
-                task = asyncio.create_task(self._record(group, freed))
-                freed = []
-                self._recordings.add(task)
-                task.add_done_callback(self._recordings.discard)
-        await self._release(freed)
-        await self._notify()
+            task = asyncio.create_task(self._record(group))
+            self._recordings.add(task)
+            task.add_done_callback(self._recordings.discard)
+        freed, self._records.freed = self._records.freed, []
+        self._keeper.release(freed)
+        self._serve_parked()
+        self._changed.set()
 
-    async def _record(self, group: Group, freed: list[AttemptKey]) -> None:
-        """Write one group's files, then release what was freed with it."""
-        digests = sorted({d for t in group.trajectories for d in t.digests})
+    async def _record(self, group: Group) -> None:
+        """Write one group's files, while its screenshots are held."""
+        keys = [t.assignment.key for t in group.trajectories]
+        self._keeper.hold(keys)
         try:
-            images = await self._store.request(GetImages(digests), timeout=STORE_TIMEOUT_S, expect=Images)
-            await asyncio.to_thread(record_group, self._run_dir / "trajectories", group, images.images)
+            images = await fetch(self._store, group.digests, timeout=RECORD_TIMEOUT_S)
+            await asyncio.to_thread(record_group, self._run_dir / "trajectories", group, images)
         except (WireError, OSError) as error:
             log.warning("group %d could not be recorded: %s", group.group_id, error)
-        await self._release(freed)
+        finally:
+            self._keeper.let_go(keys)
 
-    async def _release(self, owners: list[AttemptKey]) -> None:
-        if not owners:
+    def _record_batch(self, step: int, version: int, batch: Taken) -> None:
+        """observe.record_batches: begin to record it, its screenshots held until it is on disk."""
+        if self._recorder is None or step + 1 == self._recorder.step:
             return
-        if self._recorder is not None and self._recorder.busy:  # it may still need them
-            self.book.freed.extend(owners)
-            return
-        try:
-            await self._store.request(ReleaseImages(owners), timeout=STORE_TIMEOUT_S, expect=Done)
-        except WireError as error:  # kept for the next turn
-            self.book.freed.extend(owners)
-            log.warning("screenshots not released yet: %s", error)
+        if self._recorded is not None:
+            self._keeper.let_go(self._recorded[1])
+        keys = [a.key for group in batch.groups.values() for a in group.attempts]
+        self._keeper.hold(keys)
+        self._recorded = (step, keys)
+        groups, lineage = self.book.queue.fetch(list(batch.groups)), tuple(self.book.lineage.segments)
+        self._recorder.begin(step + 1, version, groups, lineage)
 
-    async def _watch_store(self) -> None:
-        try:
-            state = await self._store.request(StoreStatus(), timeout=STORE_TIMEOUT_S, expect=StoreState)
-        except WireError as error:
-            self.book.full = True
-            log.warning("screenshot store: %s; no new groups until it answers", error)
-            return
-        full = state.bytes > STORE_HIGH_WATER * state.limit_bytes
-        if full != self.book.full:
-            log.warning(
-                "screenshot store: %d of %d bytes: new groups %s",
-                state.bytes,
-                state.limit_bytes,
-                "wait" if full else "begin",
-            )
-        self.book.full = full
+    def _watch_slots(self) -> None:
+        now = time.monotonic()
+        slots = sum(n for heard, n in self._workers.values() if now - heard < self.config.replay.lease_s)
+        if slots and self.book.training_allowed:
+            self._utilisation.append(min(1.0, self.book.leased / slots))
+
+    def _watch_bounds(self) -> None:
+        """Back-pressure of disk budgets: no new groups; then the youngest that is not complete gives way; then an error."""
+        replay = self.config.replay
+        spooled = self._records.spool.bytes > replay.queue_bytes
+        self.book.full = self._keeper.full or spooled
+        if self._keeper.must_drop() and (group := self.book.drop_youngest("screenshots_full")) is not None:
+            log.warning("group %d is dropped: replay.screenshot_bytes=%d are in use", group, replay.screenshot_bytes)
         census = self.book.census()
-        lacking = census.queued < self.config.replay.groups_per_step  # else the trainer, which may be saving, goes on
-        idle = full and lacking and self.book.training_allowed and not census.running and not census.in_training
-        if not idle:
+        lacking = census.queued < self.book.queue.batch_units  # else the trainer, which may be saving, goes on
+        going = census.running or census.in_training or self._provisional() or not self.book.training_allowed
+        if going or not lacking or not (spooled or self._keeper.crowded):
             self._stuck_since = None
         elif self._stuck_since is None:
             self._stuck_since = time.monotonic()
         elif time.monotonic() - self._stuck_since > STUCK_S:
+            key, bound = ("queue_bytes", replay.queue_bytes) if spooled else ("screenshot_bytes", replay.screenshot_bytes)
             raise UserError(
-                f"replay.screenshot_bytes={state.limit_bytes} is full with {census.queued} queued groups, fewer than the "
-                f"replay.groups_per_step={self.config.replay.groups_per_step} of a batch, so nothing can go on: raise it"
+                f"replay.{key}={bound} is full with {census.queued} queued groups, fewer than the replay.groups_per_step="
+                f"{replay.groups_per_step} of a batch, so nothing can go on: raise it"
             )

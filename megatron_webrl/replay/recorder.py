@@ -36,13 +36,13 @@ class BatchRecorder:
         self._store = store
         self._writing: asyncio.Task[None] | None = None
 
-    def begin(self, step: int, version: int, groups: list[Group]) -> None:
+    def begin(self, step: int, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...]) -> None:
         """Record the batch of train step `step`, once the one before is `whole`; the same step again (a repeated question) is
         ignored."""
         if step != self.step:
             assert self.whole
             self.step = step
-            self._writing = asyncio.create_task(self._write(step, version, groups))
+            self._writing = asyncio.create_task(self._write(step, version, groups, lineage))
 
     @property
     def busy(self) -> bool:
@@ -67,7 +67,9 @@ class BatchRecorder:
             self._writing.cancel()
             await asyncio.wait([self._writing], timeout=CLOSE_TIMEOUT_S)  # a disk that hangs must not hold up the end
 
-    async def _write(self, step: int, version: int, groups: list[Group]) -> None:
+    async def _write(
+        self, step: int, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...]
+    ) -> None:
         try:
             writer = await _in_thread(BatchWriter, self._directory, step)
             try:
@@ -76,7 +78,7 @@ class BatchRecorder:
                     if images.missing:
                         raise RuntimeError(f"group {group.group_id}: the store lacks {images.missing[:3]}")
                     await _in_thread(writer.add_images, images.images)
-                await _in_thread(writer.finish, version, groups)
+                await _in_thread(writer.finish, version, groups, lineage)
             except BaseException:
                 writer.abandon()
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron_webrl.algorithm import normalize_group_rewards, raft_advantage, step_advantage
 from megatron_webrl.config import AlgorithmConfig
+from megatron_webrl.replay import Lineage
 from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, rows_of
 from megatron_webrl.trainer.schedule import minibatch_order, share_out
 from megatron_webrl.trajectory import Group
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _UPDATE_SUMS = ("tokens", "loss", "kl", "behave_kl", "clipped", "dual_clipped", "dropped")
 _STEP_SUMS = (
     "trajectories", "reward", "successes", "success_steps", "failure_steps", "rows", "tokens", "row_advantage",
-    "token_advantage", "entropy", "bad_behave", "current", "current_diff", "lag",
+    "token_advantage", "entropy", "bad_behave", "current", "current_diff",
 )  # fmt: skip
 
 
@@ -46,9 +48,10 @@ def train_step(
     *,
     version: int,
     costs: Sequence[int] | None = None,
+    lineage: Lineage | None = None,
 ) -> StepReport:
-    """Train on whole groups; `group_ids`, `version` (that of the trainer's weights) and `costs` (tokens of each group;
-    None: all alike) are the same on every rank.
+    """Train on whole groups; `group_ids`, `version` (that of the trainer's weights), `costs` (tokens of each group;
+    None: all alike) and `lineage` (None: version = position) are the same on every rank.
 
     Only the lead of each data-parallel shard fetches: the groups that its shard meets, and their images.  Minibatches
     are cut anew each epoch; each is shared out over the shards by cost.  Raises what the fetchers raise, KeyError for a
@@ -74,14 +77,18 @@ def train_step(
 
     mine = [s for p in own_first for s in samples[p]]
     forward = trainer.forward(mine)
-    sums, largest, oldest = _step_sums([groups[p] for p in own_first], mine, forward, version, reports=layout.reports)
+    lineage = lineage or Lineage()
+    sums, largest, lags = _step_sums(
+        [groups[p] for p in own_first], mine, forward, version, lineage, reports=layout.reports
+    )
     keys = [(p, i) for p in own_first for i in range(len(samples[p]))]
     known = {key: logp for key, (logp, _) in zip(keys, forward, strict=True)} if layout.reports else {}
     proximal: dict[tuple[int, int], np.ndarray] = {}
-    gathered = layout.gather((known, largest, oldest))
+    gathered = layout.gather((known, largest, lags))
     for part, _, _ in gathered:
         proximal.update(part)
-    largest, oldest = max(value for _, value, _ in gathered), max(value for _, _, value in gathered)
+    largest = max(value for _, value, _ in gathered)
+    lags = sum((part for _, _, part in gathered), Counter())
     prox_at = time.perf_counter()
 
     count = NORMALIZERS[settings.normalizer]
@@ -93,7 +100,7 @@ def train_step(
         done.append(trainer.update(batch, loss, reported=len(_UPDATE_SUMS), count=count))
     finished = time.perf_counter()
 
-    metrics = _step_metrics(dict(zip(_STEP_SUMS, layout.sum(sums).tolist(), strict=True)), largest, oldest)
+    metrics = _step_metrics(dict(zip(_STEP_SUMS, layout.sum(sums).tolist(), strict=True)), largest, lags)
     metrics |= _update_metrics(done)
     metrics |= {
         "ppo_actor/lr": lr,
@@ -166,15 +173,16 @@ def _step_sums(
     samples: list[Sample],
     forward: list[tuple[np.ndarray, np.ndarray]],
     version: int,
+    lineage: Lineage,
     *,
     reports: bool,
-) -> tuple[Tensor, float, int]:
+) -> tuple[Tensor, float, Counter[int]]:
     """Sums over this shard in order of _STEP_SUMS, float64, zeros on ranks that do not report; the largest
-    |engine − proximal| logprob among tokens sampled at `version`; and the largest lag of a token."""
+    |engine − proximal| logprob among tokens sampled at `version`; and tokens by their lag."""
     sums = dict.fromkeys(_STEP_SUMS, 0.0)
-    largest, oldest = 0.0, 0
+    largest, lags = 0.0, Counter[int]()
     if not reports:
-        return torch.zeros(len(sums), dtype=torch.float64), largest, oldest
+        return torch.zeros(len(sums), dtype=torch.float64), largest, lags
     for trajectory in (t for group in groups for t in group.trajectories):
         success = trajectory.reward > 0
         sums["trajectories"] += 1
@@ -190,22 +198,22 @@ def _step_sums(
         sums["entropy"] += float(entropy.sum())
         sums["bad_behave"] += int((~np.isfinite(row.behave_logprobs)).sum())
         gap = np.abs(row.behave_logprobs - logp)[row.versions == version].astype(np.float64)
-        sums["lag"] += float((version - row.versions).sum())
-        oldest = max(oldest, int((version - row.versions).max(initial=0)))
+        lags.update((lineage.position(version) - lineage.positions(row.versions)).tolist())
         sums["current"] += gap.size
         sums["current_diff"] += float(gap.sum())
         largest = max(largest, float(np.nan_to_num(gap, nan=np.inf).max(initial=0.0)))
-    return torch.tensor(list(sums.values()), dtype=torch.float64), largest, oldest
+    return torch.tensor(list(sums.values()), dtype=torch.float64), largest, lags
 
 
-def _step_metrics(sums: dict[str, float], largest: float, oldest: int) -> dict[str, float]:
+def _step_metrics(sums: dict[str, float], largest: float, lags: Counter[int]) -> dict[str, float]:
     tokens, episodes = max(1.0, sums["tokens"]), max(1.0, sums["trajectories"])
     failures = sums["trajectories"] - sums["successes"]
     return {
         "rollout/reward": sums["reward"] / episodes,
         "rollout/response_tokens": sums["tokens"],
-        "rollout/lag_mean": sums["lag"] / tokens,
-        "rollout/lag_max": float(oldest),
+        "rollout/lag_mean": sum(lag * n for lag, n in lags.items()) / tokens,
+        "rollout/lag_max": float(max(lags, default=0)),
+        **{f"rollout/lag_share/{lag}": n / tokens for lag, n in sorted(lags.items())},
         "rollout/response_tokens_per_step": sums["tokens"] / max(1.0, sums["rows"]),
         "rollout/steps_success": sums["success_steps"] / max(1.0, sums["successes"]),
         "rollout/steps_failure": sums["failure_steps"] / max(1.0, failures),

@@ -11,7 +11,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
 from megatron_webrl.processor import Processor
-from megatron_webrl.replay import BatchTimeout
+from megatron_webrl.replay import BatchTimeout, Lineage
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.prefetch import Prefetcher, fetch_images
 from megatron_webrl.trainer.refresh import WeightPublisher
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
-from megatron_webrl.wire import BlockingClient, WireError
+from megatron_webrl.wire import BlockingClient, Message, WireError
 from megatron_webrl.wire.messages import (
     CheckpointDurable,
     ClaimVersion,
@@ -36,14 +36,13 @@ from megatron_webrl.wire.messages import (
     FetchGroups,
     Generate,
     Generated,
-    GetReplayState,
     Groups,
     ListEngines,
     Manifest,
     NeedImages,
-    ReplayState,
     StepTrained,
     Take,
+    TrainerStarted,
     TrainingFinished,
     Version,
 )
@@ -52,12 +51,17 @@ log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 2.0
 RPC_TIMEOUT_S = 30.0
+COORDINATOR_AWAY_S = 300.0
+"""So long a question is repeated before the trainer gives up: a killed coordinator is back in some seconds."""
 RETRY_S = 0.5
 PROBE_TIMEOUT_S = 30.0
 
 
 class LogprobMismatch(Exception):
     """An engine does not sample from the weights that the trainer published."""
+
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class _Prompt(NamedTuple):
@@ -127,13 +131,14 @@ class TrainerLoop:
         self._saved = resume is not None
         """Whether what the trainer holds is in a checkpoint, written or being written."""
         if resume is not None:
-            self.step = int(self._trainer.load(resume).state["step"])
+            state = self._trainer.load(resume).state
+            self.step, self.version = int(state["step"]), int(state["version"])
             log.info("resumed from %s: %d steps done", resume, self.step)
 
     def run(self) -> None:
         """Train until the coordinator says stop.  Raises BatchTimeout, LogprobMismatch, and what the parts raise."""
         try:
-            self._publish_new_version()
+            self._publish_new_version(TrainerStarted(self.step, self.version))
             finished = False
             while True:
                 order, manifest = self._next_order()
@@ -147,6 +152,8 @@ class TrainerLoop:
                     if self.step % self.config.trainer.checkpoint_every == 0:
                         self._save()
                     self._waiting_since = time.monotonic()
+                elif order == "save" and not self._saved:
+                    self._save()
                 elif order == "finish" and not finished:
                     if not self._saved:
                         self._save()
@@ -155,7 +162,7 @@ class TrainerLoop:
                     finished = True
                     if self.rank == 0:
                         self._tell(TrainingFinished(self.step, self.version))
-                elif order == "finish":
+                elif order in ("finish", "save"):
                     time.sleep(RETRY_S)
         finally:
             if self._prefetcher is not None:
@@ -190,9 +197,7 @@ class TrainerLoop:
             return self._share(None)
         asked = time.monotonic()
         with self._tracer.span("wait for groups", lane="trainer"):
-            manifest = self._coordinator.request(
-                Take(self.step, self.version, TAKE_WAIT_S), timeout=TAKE_WAIT_S + RPC_TIMEOUT_S, expect=Manifest
-            )
+            manifest = self._ask(Take(self.step, self.version, TAKE_WAIT_S), Manifest)
         if manifest.begun:
             self._waited_s += time.monotonic() - asked
         if manifest.stop:
@@ -201,6 +206,8 @@ class TrainerLoop:
             order = "refresh"
         elif manifest.finished:
             order = "finish"
+        elif manifest.save:
+            order = "save"
         else:
             order = "train" if manifest.ready else "wait"
         if order in ("train", "finish") or not manifest.begun:
@@ -217,8 +224,12 @@ class TrainerLoop:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def _tell(self, message: Any) -> None:
-        self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=Done)
+    def _ask(self, message: Message, expect: type[Reply]) -> Reply:
+        """Ask the coordinator, again while it is away: it may have been killed, and is started again."""
+        return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect, retry_s=COORDINATOR_AWAY_S)
+
+    def _tell(self, message: Message) -> None:
+        self._ask(message, Done)
 
     # A step ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +242,7 @@ class TrainerLoop:
             self._fetch_images,
             version=self.version,
             costs=manifest.costs,
+            lineage=Lineage(manifest.lineage),
         )
         metrics = dict(report.metrics) | probe
         self._trace_phases(started, metrics)
@@ -238,7 +250,7 @@ class TrainerLoop:
         self._prepare_probe(manifest.group_ids)
         step, self.step, self._saved = self.step, self.step + 1, False
         if report.applied_updates:
-            metrics["time/refresh_s"] = self._publish_new_version()
+            metrics["time/refresh_s"] = self._publish_new_version(ClaimVersion(self.version))
         if self.rank == 0:
             metrics["time/step_s"] = time.time() - started
             metrics["time/wait_s"], self._waited_s = self._waited_s, 0.0
@@ -255,7 +267,7 @@ class TrainerLoop:
             started += seconds
 
     def _fetch_groups(self, group_ids: list[int]) -> list[Group]:
-        return self._coordinator.request(FetchGroups(group_ids), timeout=RPC_TIMEOUT_S, expect=Groups).groups
+        return self._ask(FetchGroups(group_ids), Groups).groups
 
     def _fetch_images(self, digests: list[str]) -> dict[str, bytes]:
         images, missing = fetch_images(self._store, digests)
@@ -265,12 +277,11 @@ class TrainerLoop:
 
     # Publishing -----------------------------------------------------------------------------------------------------
 
-    def _publish_new_version(self) -> float:
+    def _publish_new_version(self, claim: TrainerStarted | ClaimVersion) -> float:
         """Export, claim a version, refresh the engines.  Returns the seconds that engines stood still."""
         self._weights = self._trainer.export()
         if self.rank == 0:
-            claimed = self._coordinator.request(ClaimVersion(), timeout=RPC_TIMEOUT_S, expect=Version)
-            self.version = claimed.version
+            self.version = self._ask(claim, Version).version
         self.version = self._share(self.version)
         return self._publish_again()
 
@@ -291,10 +302,7 @@ class TrainerLoop:
     def _save(self) -> None:
         began = time.monotonic()
         with self._tracer.span("checkpoint", lane="trainer", step=self.step):
-            replay = None
-            if self.rank == 0:
-                replay = self._coordinator.request(GetReplayState(), timeout=RPC_TIMEOUT_S, expect=ReplayState).data
-            self._checkpoints.save(self.step, {"step": self.step, "version": self.version}, replay)
+            self._checkpoints.save(self.step, {"step": self.step, "version": self.version})
         self._saved, self._saving_s = True, time.monotonic() - began
 
     # Engine = trainer? ----------------------------------------------------------------------------------------------
@@ -313,7 +321,7 @@ class TrainerLoop:
         """Ask every refreshed engine for one reply, in the background."""
         if self._prompt is None or not hosts:
             return
-        engines = self._coordinator.request(ListEngines(), timeout=RPC_TIMEOUT_S, expect=Engines).hosts
+        engines = self._ask(ListEngines(), Engines).hosts
         chosen = [e for e in engines if e.name in hosts]
         self._probe = self._threads.submit(self._ask_engines, self._prompt, chosen, self.version)
 

@@ -23,6 +23,7 @@ from transformers import Qwen3VLConfig
 from megatron_webrl.algorithm import LossTerms, fused_linear_grpo_loss, linear_logprob_entropy, surrogate
 from megatron_webrl.config import OptimizerConfig, RunConfig, check_layout, model_shape
 from megatron_webrl.processor import Processor
+from megatron_webrl.replay import Lineage
 from megatron_webrl.trainer import checkpoint, grpo, sft
 from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, collate, prepare, split
 from megatron_webrl.trainer.layout import Layout
@@ -167,9 +168,12 @@ class PolicyTrainer:
         *,
         version: int,
         costs: Sequence[int] | None = None,
+        lineage: Lineage | None = None,
     ) -> grpo.StepReport:
         """epochs × minibatches GRPO updates on whole groups; see `grpo.train_step`."""
-        return grpo.train_step(self, group_ids, fetch_groups, fetch_images, version=version, costs=costs)
+        return grpo.train_step(
+            self, group_ids, fetch_groups, fetch_images, version=version, costs=costs, lineage=lineage
+        )
 
     def sft_step(self, rows: list[Row], fetch_images: FetchImages) -> dict[str, float]:
         """One update on the token mean of the cross entropy; see `sft.sft_step`."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import MetricsLogger, MetricsSink
-from megatron_webrl.replay import RecordedBatch, choose_batches
+from megatron_webrl.replay import Lineage, RecordedBatch, choose_batches
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
 
@@ -73,7 +73,14 @@ def run_recorded(
 
 def _train(trainer: PolicyTrainer, batch: RecordedBatch) -> dict[str, float]:
     started = time.perf_counter()
-    report = trainer.train_step(batch.group_ids, batch.groups, batch.images, version=batch.version, costs=batch.costs)
+    report = trainer.train_step(
+        batch.group_ids,
+        batch.groups,
+        batch.images,
+        version=batch.version,
+        costs=batch.costs,
+        lineage=Lineage(batch.lineage),
+    )
     return {**report.metrics, "time/step_s": time.perf_counter() - started}
 
 

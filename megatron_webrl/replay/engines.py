@@ -1,0 +1,47 @@
+"""Which engine hosts there are, by what they say of themselves each second."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from megatron_webrl.wire.messages import EngineStatus
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+
+
+class EngineRegistry:
+    """The newest word of every host that ever spoke; one that is silent for `SILENT_S` counts as dead."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[EngineStatus, float]] = {}
+
+    def hear(self, status: EngineStatus) -> bool:
+        """Returns whether the host's state changed."""
+        old = self._heard.get(status.name)
+        self._heard[status.name] = (status, time.monotonic())
+        changed = old is None or old[0].state != status.state
+        if changed:
+            log.info("engine host %s: %s, version %d", status.name, status.state, status.version)
+        return changed
+
+    def hosts(self) -> list[EngineStatus]:
+        now = time.monotonic()
+        for name, (status, heard) in self._heard.items():
+            if now - heard > SILENT_S and status.state != "dead":
+                status.state = "dead"
+                log.warning("engine host %s is silent for %.0f s", name, now - heard)
+        return [status for status, _ in self._heard.values()]
+
+    def wanting_weights(self, version: int, asked: float) -> list[str]:
+        """Hosts that serve nothing until they get weights, and those that said, later than `asked` (when the trainer, which
+        holds `version`, put its question), that they serve older ones: they were silent during the refresh."""
+        self.hosts()
+        return [
+            status.name
+            for status, heard in self._heard.values()
+            if status.state == "waiting_weights"
+            or (status.state == "serving" and status.version < version and heard > asked)
+        ]

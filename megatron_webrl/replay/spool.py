@@ -1,0 +1,107 @@
+"""The spool: finished trajectories on disk, appended to files of some tens of megabytes.
+
+Nothing is kept in memory: what is trained is read again when a trainer fetches it, from the page cache as a rule.  A file is
+removed when nothing in it is wanted any more.  The ledger knows where each trajectory lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+SEGMENT_BYTES = 32 << 20
+
+
+class SpoolDamaged(Exception):
+    """A record is not there as it was written: the disk lost it."""
+
+
+class Location(NamedTuple):
+    """Where a record lies."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Spool:
+    """Records in `directory`.  live: the records of an earlier process that are still wanted; all else there is removed."""
+
+    def __init__(self, directory: Path, live: Iterable[Location] = (), *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.bytes = 0
+        """Of the records that are wanted."""
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._live: dict[int, int] = {}
+        """Wanted records of each file."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for location in live:
+            self._live[location.segment] = self._live.get(location.segment, 0) + 1
+            self.bytes += location.length
+        last = 0
+        for file in directory.glob("*.spool"):
+            last = max(last, int(file.stem))
+            if int(file.stem) not in self._live:
+                file.unlink()
+        self._begin(max(last, *self._live, 0) + 1)
+
+    def append(self, data: bytes) -> Location:
+        """A new record; on disk, as far as a killed process is concerned, at once.  Raises OSError, and has changed nothing."""
+        if self._offset >= self._segment_bytes:
+            os.fdatasync(self._file)
+            os.close(self._file)
+            finished = self._segment
+            self._begin(finished + 1)
+            self._remove_if_dead(finished)
+        location = Location(self._segment, self._offset, len(data))
+        view, at = memoryview(data), self._offset
+        while view:
+            written = os.pwrite(self._file, view, at)
+            view, at = view[written:], at + written
+        self._offset += len(data)
+        self._live[self._segment] = self._live.get(self._segment, 0) + 1
+        self.bytes += len(data)
+        return location
+
+    def read(self, location: Location) -> bytes:
+        """A record.  Raises SpoolDamaged if it is not whole there."""
+        try:
+            with self._path(location.segment).open("rb", buffering=0) as file:
+                file.seek(location.offset)
+                data = file.read(location.length)
+        except OSError as error:
+            raise SpoolDamaged(f"{self._path(location.segment)}: {error.strerror}") from None
+        if len(data or b"") != location.length:
+            raise SpoolDamaged(f"{self._path(location.segment)} ends before {location}")
+        return data
+
+    def free(self, location: Location) -> None:
+        """A record is not wanted any more."""
+        self._live[location.segment] -= 1
+        self.bytes -= location.length
+        self._remove_if_dead(location.segment)
+
+    def sync(self) -> None:
+        """What was appended survives the machine, too.  May be called in a thread."""
+        with contextlib.suppress(OSError):  # `append` has just closed this file, and synced it before
+            os.fdatasync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if not self._live.get(self._segment):
+            self._path(self._segment).unlink(missing_ok=True)
+
+    def _begin(self, segment: int) -> None:
+        self._segment, self._offset = segment, 0
+        self._file = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def _remove_if_dead(self, segment: int) -> None:
+        if segment != self._segment and not self._live.get(segment):
+            self._live.pop(segment, None)
+            self._path(segment).unlink(missing_ok=True)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08d}.spool"
