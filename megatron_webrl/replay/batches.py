@@ -50,14 +50,14 @@ class BatchWriter:
         for digest, data in images.items():
             _image(self._partial, digest).write_bytes(data)
 
-    def finish(
-        self, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...] = ((0, 0),)
-    ) -> Path:
+    def finish(self, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...] = ((0, 0),)) -> Path:
         """The batch is whole, all its screenshots were added: it appears under its name, which is returned.
 
         version: policy version of the weights that the batch was taken for; lineage: segments of `Lineage`."""
         (self._partial / GROUPS_FILE).write_bytes(msgspec.msgpack.encode(groups))
-        manifest = _Manifest(FORMAT, self.step, version, [g.group_id for g in groups], [g.tokens for g in groups], lineage)
+        manifest = _Manifest(
+            FORMAT, self.step, version, [g.group_id for g in groups], [g.tokens for g in groups], lineage
+        )
         (self._partial / MANIFEST_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
         if self._target.exists():
             shutil.rmtree(self._target)
@@ -119,7 +119,9 @@ def read_batches(directory: Path) -> list[RecordedBatch]:
             raise _broken(folder, f"{MANIFEST_FILE}: {error}") from None
         if manifest.format != FORMAT or manifest.step != step or len(manifest.costs) != len(manifest.group_ids):
             raise _broken(folder, f"{MANIFEST_FILE} is not of step {step} in format {FORMAT}")
-        batches.append(RecordedBatch(folder, step, manifest.version, manifest.group_ids, manifest.costs, manifest.lineage))
+        batches.append(
+            RecordedBatch(folder, step, manifest.version, manifest.group_ids, manifest.costs, manifest.lineage)
+        )
     if not batches:
         raise UserError(
             f"train_only={directory} holds no recorded batch (step-NNNNNN): give the batches/ of a run with "

@@ -116,9 +116,7 @@ class Book:
     def _restore(self, now: float, same_start: bool) -> None:
         ledger = self.records.ledger
         open_groups = {row.group_id: row for row in ledger.open_groups()}
-        whole = [
-            a for a in ledger.live() if a.group_id not in open_groups and a.state in ("queued", "in_training")
-        ]
+        whole = [a for a in ledger.live() if a.group_id not in open_groups and a.state in ("queued", "in_training")]
         self.queue.restore(whole, ledger.tasks({a.group_id for a in whole}), now)
         if not same_start:
             ledger.forget_evaluations()

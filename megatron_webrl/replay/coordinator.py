@@ -175,7 +175,9 @@ class Coordinator:
         self._metrics: dict[str, float] = {}
         self._lag_sum, self._lag_tokens, self._lag_max = recall("lag", [0.0, 0, 0])
         if not same_start:
-            self._ledger.remember(run_id=run_id, began_at=None, finished=False, stopping=False, trajectories=0, evaluations={})
+            self._ledger.remember(
+                run_id=run_id, began_at=None, finished=False, stopping=False, trajectories=0, evaluations={}
+            )
         self._began_at: float | None = recall("began_at", None)
         self._finished: bool = recall("finished", False)
         self._stopping: bool = recall("stopping", False)
@@ -572,7 +574,9 @@ class Coordinator:
         elif self._stuck_since is None:
             self._stuck_since = time.monotonic()
         elif time.monotonic() - self._stuck_since > STUCK_S:
-            key, bound = ("queue_bytes", replay.queue_bytes) if spooled else ("screenshot_bytes", replay.screenshot_bytes)
+            key, bound = (
+                ("queue_bytes", replay.queue_bytes) if spooled else ("screenshot_bytes", replay.screenshot_bytes)
+            )
             raise UserError(
                 f"replay.{key}={bound} is full with {census.queued} queued groups, fewer than the replay.groups_per_step="
                 f"{replay.groups_per_step} of a batch, so nothing can go on: raise it"

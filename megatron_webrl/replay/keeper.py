@@ -80,7 +80,9 @@ class ScreenshotKeeper:
         self.crowded = full = self.state.bytes > HIGH_WATER * self.state.limit_bytes or self.state.waiting > 0
         if full != self.full:
             verb = "wait" if full else "begin"
-            log.warning("screenshot store: %d of %d bytes: new groups %s", self.state.bytes, self.state.limit_bytes, verb)
+            log.warning(
+                "screenshot store: %d of %d bytes: new groups %s", self.state.bytes, self.state.limit_bytes, verb
+            )
         self.full = full
 
     def must_drop(self) -> bool:

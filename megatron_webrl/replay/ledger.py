@@ -196,7 +196,11 @@ class Ledger:
         return freed
 
     def _result(self, attempt: Attempt, trajectory: Trajectory) -> None:
-        attempt.outcome, attempt.reward, attempt.steps = str(trajectory.outcome), trajectory.reward, trajectory.num_steps
+        attempt.outcome, attempt.reward, attempt.steps = (
+            str(trajectory.outcome),
+            trajectory.reward,
+            trajectory.num_steps,
+        )
         attempt.min_version, attempt.max_version = trajectory.min_version, trajectory.max_version
         attempt.started_at, attempt.ended_at = trajectory.started_at, trajectory.finished_at
 

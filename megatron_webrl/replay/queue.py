@@ -39,7 +39,9 @@ class Whole:
 
     def oldest(self, lineage: Lineage) -> int | None:
         """Position of the oldest response token; None without any."""
-        return min((lineage.oldest(t.min_version, t.max_version) for t in self.envelopes if t.min_version >= 0), default=None)
+        return min(
+            (lineage.oldest(t.min_version, t.max_version) for t in self.envelopes if t.min_version >= 0), default=None
+        )
 
     @property
     def tokens(self) -> int:
@@ -127,7 +129,9 @@ class ReplayQueue:
         self._again = {batch.step: batch.group_ids for batch in again}
         if not again:
             for group in list(self._groups.values()):
-                newest = max((self.lineage.position(t.max_version) for t in group.envelopes if t.max_version >= 0), default=0)
+                newest = max(
+                    (self.lineage.position(t.max_version) for t in group.envelopes if t.max_version >= 0), default=0
+                )
                 if newest > position:
                     self._drop(self._groups.pop(group.group_id), "rolled_back")
 
@@ -192,9 +196,7 @@ class ReplayQueue:
     def fetch(self, group_ids: list[int]) -> list[Group]:
         """Groups in training, with payloads.  Raises KeyError for others, SpoolDamaged."""
         groups = self.taken.groups if self.taken is not None else {}
-        return [
-            Group(i, groups[i].task, [self._records.trajectory(a) for a in groups[i].attempts]) for i in group_ids
-        ]
+        return [Group(i, groups[i].task, [self._records.trajectory(a) for a in groups[i].attempts]) for i in group_ids]
 
     def trained(self, step: int, applied_updates: int) -> None:
         """The step ended (0 updates: it was skipped) and its weights are published; a repeat changes nothing."""

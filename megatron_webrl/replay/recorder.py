@@ -67,9 +67,7 @@ class BatchRecorder:
             self._writing.cancel()
             await asyncio.wait([self._writing], timeout=CLOSE_TIMEOUT_S)  # a disk that hangs must not hold up the end
 
-    async def _write(
-        self, step: int, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...]
-    ) -> None:
+    async def _write(self, step: int, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...]) -> None:
         try:
             writer = await _in_thread(BatchWriter, self._directory, step)
             try:

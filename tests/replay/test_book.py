@@ -62,7 +62,11 @@ def kill(records: Records) -> None:
 
 
 def result(
-    assignment: Assignment, reward: float, version: int = 0, outcome: Outcome | None = None, max_version: int | None = None
+    assignment: Assignment,
+    reward: float,
+    version: int = 0,
+    outcome: Outcome | None = None,
+    max_version: int | None = None,
 ) -> Trajectory:
     outcome = outcome or (Outcome.SUCCESS if reward else Outcome.FAILURE)
     digests = [f"{assignment.group_id:032x}"]
@@ -146,9 +150,7 @@ class Faults(RuleBasedStateMachine):
         """A new coordinator over what the killed one left."""
         self.records.freed.clear()  # said to the store, or said again by KeepImages
         kill(self.records)
-        self.book, self.records = make_book(
-            Path(self.directory.name), self.now, same_start=same_start, **self.options
-        )
+        self.book, self.records = make_book(Path(self.directory.name), self.now, same_start=same_start, **self.options)
         self.book.policy = self.version
         self.retained = {a.key for a in self.records.ledger.live() if a.state != "running"}
 
@@ -164,7 +166,9 @@ class Faults(RuleBasedStateMachine):
         self.held += [(worker, session, a, self.version) for a in found]
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), outcome=st.sampled_from([*Outcome, None, None, None, None]))
+    @rule(
+        data=st.data(), reward=st.sampled_from([0.0, 1.0]), outcome=st.sampled_from([*Outcome, None, None, None, None])
+    )
     def submit(self, data: st.DataObject, reward: float, outcome: Outcome | None) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         _, _, assignment, begun_with = self.held.pop(index)
@@ -178,7 +182,9 @@ class Faults(RuleBasedStateMachine):
     def both_workers_finish_all_they_can_get(self, failing: int) -> None:
         """Groups of a success and a failure; some attempts are faults."""
         for worker, session in self.sessions.items():
-            self.held += [(worker, session, a, self.version) for a in self.book.assign(worker, f"{worker}/{session}", 8, self.now)]
+            self.held += [
+                (worker, session, a, self.version) for a in self.book.assign(worker, f"{worker}/{session}", 8, self.now)
+            ]
         held, self.held = self.held, []
         for n, (_, _, assignment, begun_with) in enumerate(held):
             outcome = Outcome.FAULT if n < failing else None
@@ -304,7 +310,9 @@ class Faults(RuleBasedStateMachine):
         census, taken = self.book.census(), self.book.queue.taken
         self.records.commit()
         self.again(same_start=True)
-        assert self.records.ledger.account() == before and self.book.in_flight() == in_flight, "nothing is lost or doubled"
+        assert self.records.ledger.account() == before and self.book.in_flight() == in_flight, (
+            "nothing is lost or doubled"
+        )
         assert self.book.census() == census
         assert (self.book.queue.taken is None) == (taken is None)
         assert taken is None or list(self.book.queue.taken.groups) == list(taken.groups)

@@ -18,14 +18,12 @@ from megatron_webrl.replay import (
     BatchTimeout,
     BatchWriter,
     Coordinator,
-    Ledger,
     batch_row,
-    decode_state,
+    coordinator,
     read_batches,
     recorder,
 )
-from megatron_webrl.screenshots import ScreenshotStore, serve_store
-from megatron_webrl.tasks import UniformSampler
+from megatron_webrl.screenshots import ScreenshotStore, serve_store, upload
 from megatron_webrl.trajectory import (
     Assignment,
     AttemptKey,
@@ -40,22 +38,28 @@ from megatron_webrl.wire import Client
 from megatron_webrl.wire.messages import (
     Assignments,
     BeginTraining,
+    CheckpointDurable,
+    ClaimVersion,
     Done,
+    EvaluationProgress,
+    EvaluationState,
     FetchGroups,
     GetAssignments,
-    GetReplayState,
     GetStatus,
     Groups,
+    LackingImages,
+    Lacking,
     ListUpcoming,
     Manifest,
-    PutImages,
-    ReplayState,
     Status,
+    StartEvaluation,
     StepTrained,
     Submitted,
     SubmitTrajectory,
     Take,
+    TrainerStarted,
     Upcoming,
+    Version,
 )
 
 SIZE, GROUPS = 2, 2
@@ -64,22 +68,22 @@ SIZE, GROUPS = 2, 2
 class System:
     """A coordinator and its store, and what workers and a trainer ask them."""
 
-    def __init__(self, config: RunConfig, directory: Path, **resume: Any) -> None:
+    def __init__(self, config: RunConfig, directory: Path, run_id: str = "run", store_bytes: int = 1 << 20) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.issued: list[Assignment] = []
         self.config = config
         at = {name: f"ipc://{directory}/{name}" for name in ("coordinator", "store")}
-        self.coordinator, self.store = (Client(at[name], "run", "test") for name in ("coordinator", "store"))
+        self.coordinator, self.store = (Client(at[name], run_id, "test") for name in ("coordinator", "store"))
         role = Coordinator(
             config,
-            run_id="run",
+            run_id=run_id,
             address=at["coordinator"],
             store_address=at["store"],
             log_metrics=lambda step, values: self.rows.append((step, values)),
-            **resume,
         )
         self.role = asyncio.create_task(role.run())
-        self.roles = [self.role, asyncio.create_task(serve_store(at["store"], "run", 1 << 20))]
+        store = serve_store(at["store"], run_id, directory / "run" / "screenshots", store_bytes)
+        self.roles = [self.role, asyncio.create_task(store)]
 
     async def ask(self, message: Any, expect: Any) -> Any:
         return await self.coordinator.request(message, timeout=10, expect=expect)
@@ -99,8 +103,8 @@ class System:
             100 + 10 * assignment.group_id + assignment.sample_index, version, version, [digest], "w", 0.0, 1.0,
             encode_steps([]),
         )  # fmt: skip
-        await self.store.request(PutImages({digest: data}), timeout=5, expect=Done)
-        assert (await self.ask(SubmitTrajectory(trajectory), Submitted)).accepted
+        await upload(self.store, assignment.key, {digest: data})
+        assert (await self.ask(SubmitTrajectory(trajectory, "w", "s"), Submitted)).accepted
         return trajectory
 
     async def finish_groups(self, count: int, version: int = 0) -> list[Group]:
@@ -143,9 +147,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     running: list[System] = []
     (tmp_path / "run").mkdir()
 
-    def begin(resume: dict[str, Any] | None = None, **sections: Any) -> System:
+    def begin(start: dict[str, Any] | None = None, **sections: Any) -> System:
         assert not running or running[-1].role.done()
-        running.append(System(configure(tmp_path, **sections), tmp_path, **(resume or {})))
+        running.append(System(configure(tmp_path, **sections), tmp_path, **(start or {})))
         return running[-1]
 
     yield begin
@@ -219,7 +223,8 @@ async def test_a_slow_disk_holds_back_the_next_batch_and_not_the_trainer(
     groups = await system.finish_groups(2 * GROUPS, version=5)
     manifest = await system.ask(Take(0, 5, 1.0), Manifest)
     await system.ask(StepTrained(0, 6, 1, {}), Done)
-    assert not (await system.ask(Take(1, 6, 0.6), Manifest)).ready
+    await system.ask(CheckpointDurable(1), Done)
+    assert not (await system.ask(Take(1, 6, 1.2), Manifest)).ready
     assert read_batches_in(tmp_path) == []
     assert released == []
     slow_disk.may_finish.set()
@@ -336,101 +341,178 @@ async def test_rollout_only_does_not_wait_for_ever(start: Start) -> None:
         await asyncio.wait_for(system.role, 10)
 
 
-async def take_and_train(system: System, step: int) -> Manifest:
-    manifest = await system.ask(Take(step, step, 1.0), Manifest)
+async def train(system: System, step: int, version: int) -> tuple[Manifest, int]:
+    """Take a batch for `version`, train, publish."""
+    manifest = await system.ask(Take(step, version, 1.0), Manifest)
     assert manifest.ready
+    published = (await system.ask(ClaimVersion(version), Version)).version
     metrics = {"rollout/response_tokens": 10.0, "rollout/lag_mean": 0.5, "rollout/lag_max": 1.0}
-    await system.ask(StepTrained(step, step + 1, 1, metrics), Done)
-    return manifest
+    await system.ask(StepTrained(step, published, 1, metrics), Done)
+    return manifest, published
 
 
-async def test_a_resumed_coordinator_practises_what_was_begun_and_goes_on_in_order(start: Start) -> None:
-    """The tasks of a run that is killed after a checkpoint and resumed from its replay state are those of a run that was
-    never killed: first those begun and not trained, oldest first, then what the sampler would have drawn; recent success,
-    mixed share and lag go on, too.  What was drawn after the checkpoint is drawn again."""
-    system = start(replay={"eta": 2})
+async def test_a_coordinator_that_is_started_again_goes_on_where_it_stood(start: Start) -> None:
+    """Same start of the run: phase, evaluation, leases, queue, the batch in training; the worker's next heartbeat renews its
+    leases, results are taken that were begun before, a repeat is a repeat, and the trainer's question has the same answer."""
+    system = start()
+    assert (await system.ask(TrainerStarted(0, -1), Version)).version == 0
+    await system.ask(BeginTraining(), Done)
+    await system.finish_groups(2 * GROUPS)
+    manifest, version = await train(system, 0, 0)
+    (group,) = await system.finish_groups(1, version=1)
+    running = await system.assign(SIZE)
+    manifest = await system.ask(Take(1, version, 1.0), Manifest)
+    assert manifest.ready
+    before = await system.ask(GetStatus(), Status)
+    await system.close()
+
+    again = start()
+    again.issued = system.issued
+    after = await again.ask(GetStatus(), Status)
+    for name in ("step", "version", "running", "running_groups", "queued_groups", "in_training_groups", "account", "lag_mean",
+                 "lag_max", "trajectories", "queue_bytes"):  # fmt: skip
+        assert getattr(after, name) == getattr(before, name), name
+    assert (after.minutes > 0) and after.success == before.success
+    assert await again.ask(Take(1, version, 1.0), Manifest) == manifest
+    assert len((await again.ask(FetchGroups(manifest.group_ids), Groups)).groups) == GROUPS
+    member = group.trajectories[0]
+    assert (await again.ask(SubmitTrajectory(member, "w", "s"), Submitted)).reason == "repeat"
+    assert await again.assign(0) == [] and [a.key for a in again.issued] == [a.key for a in running]
+    for assignment in running:
+        await again.finish(assignment, float(assignment.sample_index), 1)
+    assert (await again.ask(GetStatus(), Status)).account.issued == before.account.issued
+
+
+async def test_a_resumed_run_trains_what_was_rolled_back_and_then_what_was_queued(start: Start, tmp_path: Path) -> None:
+    """Another start of the run, from the checkpoint after step 1, when two steps were trained: batch, order and screenshots of
+    the second come again, the run's numbers go on, and a version is never used twice."""
+    system = start()
+    version = (await system.ask(TrainerStarted(0, -1), Version)).version
+    await system.ask(BeginTraining(), Done)
+    await system.finish_groups(2 * GROUPS)
+    first, version = await train(system, 0, version)
+    await system.ask(CheckpointDurable(1), Done)
+    second, version = await train(system, 1, version)
+    queued = await system.finish_groups(GROUPS, version=2)
+    begun = await system.assign(1)
+    before = await system.ask(GetStatus(), Status)
+    await system.close()
+
+    again = start({"run_id": "run.2"})
+    status = await again.ask(GetStatus(), Status)
+    assert (status.minutes, status.version) == (0, -1)
+    assert (await again.ask(TrainerStarted(1, 1), Version)).version == 3
+    await again.ask(BeginTraining(), Done)
+    status = await again.ask(GetStatus(), Status)
+    account = status.account
+    assert status.step == 1 and account.issued == before.account.issued
+    assert account.trained == SIZE * GROUPS and account.dropped == {"lost_at_restart": 1}
+    manifest, version = await train(again, 1, 3)
+    assert (manifest.group_ids, manifest.costs) == (second.group_ids, second.costs)
+    assert not set(first.group_ids) & set(second.group_ids)
+    manifest = await again.ask(Take(2, version, 1.0), Manifest)
+    assert manifest.ready and sorted(manifest.group_ids) == [g.group_id for g in queued]
+    assert manifest.lineage == ((0, 0), (3, 2)), "3 has the position of 1"
+    digests = [d for g in (await again.ask(FetchGroups(manifest.group_ids), Groups)).groups for d in g.digests]
+    lacking = await again.store.request(LackingImages(digests), timeout=5, expect=Lacking)
+    assert digests and lacking.digests == []
+    (missing,) = await again.assign(1)
+    assert missing.key == (begun[0].group_id, begun[0].sample_index, 1), "oldest first: the member that was lost"
+
+
+async def test_a_slot_is_refilled_by_the_reply_to_its_result(start: Start) -> None:
+    system = start()
+    await system.ask(BeginTraining(), Done)
+    (first,) = await system.assign(1)
+    trajectory = await system.finish(first, 1.0)
+    reply = await system.ask(SubmitTrajectory(trajectory, "w", "s", more=True), Submitted)
+    assert reply.reason == "repeat" and [a.sample_index for a in reply.assignments] == [1]
+    unheard = await system.ask(GetAssignments("w", "s", 0, [], 0.0), Assignments)
+    assert unheard.assignments == reply.assignments, "the reply was lost: the same again"
+
+
+async def test_those_who_wait_are_served_in_their_order(start: Start) -> None:
+    system = start()
+    waiting = [asyncio.create_task(system.ask(GetAssignments(f"w{n}", "s", 1, [], 5.0), Assignments)) for n in range(3)]
+    await asyncio.sleep(0.3)
+    await system.ask(BeginTraining(), Done)
+    replies = await asyncio.gather(*waiting)
+    assert [[(a.group_id, a.sample_index) for a in r.assignments] for r in replies] == [[(0, 0)], [(0, 1)], [(1, 0)]]
+
+
+async def test_a_group_whose_screenshots_the_store_lost_is_dropped_by_name(start: Start, tmp_path: Path) -> None:
+    system = start()
+    await system.ask(BeginTraining(), Done)
+    lost, *_ = await system.finish_groups(GROUPS)
+    for file in (tmp_path / "run" / "screenshots").rglob(f"*{lost.digests[0]}*"):
+        file.unlink()
+    assert not (await system.ask(Take(0, 0, 0.5), Manifest)).ready
+    status = await system.ask(GetStatus(), Status)
+    assert status.account.dropped == {"images_lost": SIZE}
+    await system.finish_groups(1)
+    assert (await system.ask(Take(0, 0, 1.0), Manifest)).ready
+
+
+async def test_screenshots_go_with_the_durable_checkpoint_or_the_drop(start: Start) -> None:
+    system = start()
+    await system.ask(BeginTraining(), Done)
+    trained = await system.finish_groups(GROUPS)
+    (a, b) = await system.assign(SIZE)
+    dropped = [await system.finish(x, 1.0) for x in (a, b)]
+
+    async def there(digests: list[str]) -> bool:
+        return (await system.store.request(LackingImages(digests), timeout=5, expect=Lacking)).digests == []
+
+    async def gone(digests: list[str]) -> None:
+        async with asyncio.timeout(5):
+            while await there(digests[:1]):
+                await asyncio.sleep(0.1)
+
+    await gone([d for t in dropped for d in t.digests])
+    await train(system, 0, 0)
+    digests = [d for g in trained for d in g.digests]
+    await asyncio.sleep(1.2)
+    assert await there(digests), "trained, and not final yet"
+    await system.ask(CheckpointDurable(1), Done)
+    await gone(digests)
+
+
+async def test_a_crowded_store_begins_no_groups_and_asks_for_a_checkpoint(start: Start) -> None:
+    """Images of some 20 bytes: four fifths of 100 bytes hold two groups; the third is not begun until a checkpoint frees them."""
+    system = start({"store_bytes": 100})
     await system.ask(BeginTraining(), Done)
     await system.finish_groups(GROUPS)
-    await take_and_train(system, 0)
-    (queued,) = await system.finish_groups(1, version=1)
-    (running, *_) = await system.assign(1)
-    data = (await system.ask(GetReplayState(), ReplayState)).data
-    before = await system.ask(GetStatus(), Status)
-    assert len(data) < 8192
-    await system.assign(5)  # after the checkpoint
-    await system.close()
-
-    sampler = UniformSampler(system.config.tasks, system.config.seed)
-    unbroken = [sampler.draw() for _ in range(8)]
-    assert decode_state(data, "x").begun == unbroken[2:4] == [queued.task, running.task]
-
-    again = start({"resume_step": 1, "resume_replay": data}, replay={"eta": 2})
-    status = await again.ask(GetStatus(), Status)
-    assert (status.step, status.success, status.mixed_share) == (1, before.success, before.mixed_share)
-    assert (status.lag_mean, status.lag_max) == (before.lag_mean, before.lag_max) == (0.5, 1)
-    await again.ask(BeginTraining(), Done)
-    begun = await again.finish_groups(1)
-    once_more = decode_state((await again.ask(GetReplayState(), ReplayState)).data, "x")
-    assert once_more.begun == unbroken[2:4], "one is queued, the other still to be practised again"
-    begun += await again.finish_groups(5)
-    assert [g.task for g in begun] == unbroken[2:]
-    assert begun[0].group_id > running.group_id, "group ids never repeat"
+    await asyncio.sleep(1.2)
+    assert await system.assign(1) == []
+    _, version = await train(system, 0, 0)
+    manifest = await system.ask(Take(1, version, 5.0), Manifest)
+    assert manifest.save and not manifest.ready
+    await system.ask(CheckpointDurable(1), Done)
+    async with asyncio.timeout(10):
+        while not await system.assign(1):
+            await asyncio.sleep(0.1)
 
 
-async def test_without_a_replay_state_the_task_order_goes_on_after_all_that_was_drawn(
-    start: Start, tmp_path: Path
-) -> None:
-    system = start()
+async def test_bounds_that_leave_no_way_on_end_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "STUCK_S", 0.5)
+    system = start(replay={"queue_bytes": 10})
     await system.ask(BeginTraining(), Done)
-    await system.finish_groups(3)
-    await system.close()
-    sampler = UniformSampler(system.config.tasks, system.config.seed)
-    unbroken = [sampler.draw() for _ in range(5)]
-    BatchWriter(tmp_path / "run" / "batches", 1).finish(0, [])
-    again = start({"resume_step": 0})
-    assert read_batches_in(tmp_path) == [], "rolled back, though this start records none"
-    await again.ask(BeginTraining(), Done)
-    assert [g.task for g in await again.finish_groups(2)] == unbroken[3:]
+    await system.finish_groups(1)
+    with pytest.raises(
+        UserError, match=r"replay\.queue_bytes=10 is full with 1 queued groups, fewer than .*groups_per_step=2"
+    ):
+        await asyncio.wait_for(system.role, 10)
 
 
-async def test_tasks_that_are_no_longer_practised_are_not_practised_again(start: Start) -> None:
-    """The configuration may change at a resume: names and page seeds outside of it are left out."""
+async def test_an_evaluation_goes_on_after_the_coordinator_was_killed(start: Start) -> None:
     system = start()
-    await system.ask(BeginTraining(), Done)
-    await system.assign(3 * SIZE)
-    data = (await system.ask(GetReplayState(), ReplayState)).data
+    tasks = [Task(f"e/{i}", "test", "held-out", i, 5) for i in range(2)]
+    await system.ask(StartEvaluation("before", tasks, 0.0), Done)
+    episodes = await system.assign(2)
+    await system.finish(episodes[0], 1.0)
     await system.close()
-    begun = decode_state(data, "x").begun
-    assert len(begun) == 3
-    end = max(task.seed for task in begun)
-    tasks = {"names": ["click-test", "focus-text"], "train_seeds": [0, end]}
-    kept = [task for task in begun if task.name in tasks["names"] and task.seed < end]
-    again = start({"resume_step": 0, "resume_replay": data}, tasks=tasks)
-    await again.ask(BeginTraining(), Done)
-    found: list[Task] = [g.task for g in await again.finish_groups(5)]
-    assert found[: len(kept)] == kept
-    assert {task.name for task in found} <= set(tasks["names"]) and all(task.seed < end for task in found)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda data: data[: len(data) // 2],
-        lambda data: b"",
-        lambda data: data.replace(b"\xa6format\x01", b"\xa6format\x02"),
-        lambda data: data.replace(b"\xa6random", b"\xa6rondom"),
-    ],
-    ids=["torn", "empty", "of another format", "of another sampler"],
-)
-async def test_a_replay_state_that_cannot_be_used_names_its_checkpoint(
-    start: Start, tmp_path: Path, spoil: Callable[[bytes], bytes]
-) -> None:
-    system = start()
-    data = (await system.ask(GetReplayState(), ReplayState)).data
-    await system.close()
-    spoiled = spoil(data)
-    assert spoiled != data
-    with contextlib.closing(Ledger(tmp_path / "run" / "ledger.sqlite")):
-        pass
-    with pytest.raises(UserError, match=r"checkpoint .*step-000003: replay\.bin: .*move the checkpoint away"):
-        start({"resume_step": 3, "resume_replay": spoiled})
+    again = start()
+    again.issued = system.issued
+    await again.finish(episodes[1], 0.0)
+    state = await again.ask(EvaluationProgress("before"), EvaluationState)
+    assert (state.total, state.finished, state.successes, state.faults) == (2, 2, 1, 0)

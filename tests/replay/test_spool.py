@@ -17,7 +17,9 @@ operations = st.lists(
 
 
 @given(operations)
-def test_wanted_records_are_there_and_files_go_with_their_last(tmp_path_factory: pytest.TempPathFactory, ops: list) -> None:
+def test_wanted_records_are_there_and_files_go_with_their_last(
+    tmp_path_factory: pytest.TempPathFactory, ops: list
+) -> None:
     directory = tmp_path_factory.mktemp("spool")
     spool, wanted = Spool(directory, segment_bytes=100), dict[Location, bytes]()
     for op in ops:
