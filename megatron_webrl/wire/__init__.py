@@ -1,9 +1,11 @@
 """Sockets between roles: requests and replies with deadlines over ZeroMQ.  The messages are in `wire.messages`."""
 
+from megatron_webrl.wire.keys import Keys
 from megatron_webrl.wire.messages import PROTOCOL, Message
 from megatron_webrl.wire.sockets import (
     BlockingClient,
     Client,
+    MessageTooLarge,
     RequestFailed,
     RequestRefused,
     RequestTimeout,
@@ -15,7 +17,9 @@ __all__ = [
     "PROTOCOL",
     "BlockingClient",
     "Client",
+    "Keys",
     "Message",
+    "MessageTooLarge",
     "RequestFailed",
     "RequestRefused",
     "RequestTimeout",
