@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 import signal
-import sqlite3
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

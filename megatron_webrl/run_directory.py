@@ -14,9 +14,6 @@ from typing import IO
 
 from megatron_webrl.errors import UserError
 
-REPLAY_FILE = "replay.bin"
-"""In a checkpoint: what the coordinator goes on from."""
-
 _locked: set[Path] = set()
 """Directories that this process holds."""
 

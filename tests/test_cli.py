@@ -178,13 +178,6 @@ def test_half_a_run_places_half_the_roles_and_is_refused_what_it_cannot_do(confi
     refused(train(config, recorded), "run_dir", "holds a run already")
 
 
-def test_a_replay_state_that_cannot_be_read_is_refused_before_anything_starts(config: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "replay.bin").write_bytes(b"\xc1")
-    refused(train(config, "--resume"), str(checkpoint), "replay.bin", "move the checkpoint away")
-
-
 def group(group_id: int) -> Group:
     return Group(group_id, Task("miniwob/click-test/1", "miniwob", "click-test", 1, 10), [])
 

@@ -16,16 +16,13 @@ from megatron_webrl.browser import find_chromium
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import GenerationClient
 from megatron_webrl.processor import Processor
+from megatron_webrl.screenshots import upload
 from megatron_webrl.tasks import MiniWob
 from megatron_webrl.trajectory import Assignment, Lane, Outcome, encode_steps
-from megatron_webrl.wire import Client, WireError
+from megatron_webrl.wire import Client, Keys, MessageTooLarge, WireError
 from megatron_webrl.wire.messages import (
     Assignments,
-    Done,
     GetAssignments,
-    Lacking,
-    LackingImages,
-    PutImages,
     Submitted,
     SubmitTrajectory,
 )
@@ -33,8 +30,6 @@ from megatron_webrl.wire.messages import (
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0
-PUT_TIMEOUT_S = 40.0
-"""An upload waits for room in the store."""
 DELIVERY_DEADLINE_S = 300.0
 """After so many seconds of failed deliveries the attempt is given up; its lease then ends and it is issued again."""
 PAUSE_S = (0.2, 5.0)
@@ -57,13 +52,14 @@ class BrowserWorker:
         name: str,
         coordinator_address: str,
         store_address: str,
+        keys: Keys | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.config = config
         self.name = name
         self._run_id = run_id
         self._session = uuid.uuid4().hex
-        self._addresses = (coordinator_address, store_address)
+        self._addresses, self._keys = (coordinator_address, store_address), keys
         self._trace = trace
         self._stopping = asyncio.Event()
         self._running: dict[Key, asyncio.Task[None]] = {}
@@ -82,15 +78,16 @@ class BrowserWorker:
         find_chromium(self.config.browser.executable)
         self._processor = await asyncio.to_thread(Processor.load, self.config.model.path)
         self._environment = MiniWob(self.config.browser)
-        self._coordinator, self._store = (Client(a, self._run_id, self.name) for a in self._addresses)
+        self._coordinator, self._store = (
+            Client(address, self._run_id, self.name, keys=self._keys) for address in self._addresses
+        )
         self._generation = GenerationClient(
-            self._addresses[0],
-            self._run_id,
-            self.name,
+            self._coordinator,
             self.config.sampling,
             self._processor.banned_ids(),
             self._processor.stop_ids(),
             self.config.engine.request_timeout_s,
+            keys=self._keys,
         )
         stopped = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -121,7 +118,7 @@ class BrowserWorker:
         """Renew the leases, fill the free slots; returns when a slot is free or a heartbeat is due."""
         heartbeat_s = self.config.replay.lease_s / 3
         paused = time.monotonic() < self._paused_until
-        free = 0 if paused else self.config.browser.slots - len(self._running)
+        free = 0 if paused else max(0, self.config.browser.slots - len(self._running))
         running = [key for key, task in self._running.items() if not task.cancelling()]
         wait_s = heartbeat_s if free else 0.0
         try:
@@ -151,7 +148,7 @@ class BrowserWorker:
             task.add_done_callback(lambda _: self._running.pop(key))
 
     async def _slot(self, assignment: Assignment) -> None:
-        """Run and deliver one attempt."""
+        """Run and deliver one attempt; then the next one, if the acknowledgement brought one, takes its place."""
         lane = self._lanes.pop()
         try:
             result = await run_episode(
@@ -164,43 +161,46 @@ class BrowserWorker:
                 trace=self._trace,
                 lane=f"slot {lane}",
             )
-            await self._deliver(result)
+            if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
+                self._paused_until = time.monotonic() + _pause(self._faults)
+                self._faults += 1
+            else:
+                self._faults = 0
+            following = await self._deliver(result)
         finally:
             self._lanes.append(lane)
-        if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
-            self._paused_until = time.monotonic() + _pause(self._faults)
-            self._faults += 1
-        else:
-            self._faults = 0
+        for assignment in following:
+            self._start(assignment)
 
-    async def _deliver(self, result: EpisodeResult) -> None:
-        """Screenshots into the store, then the trajectory to the coordinator, again until it is acknowledged."""
+    async def _deliver(self, result: EpisodeResult) -> list[Assignment]:
+        """Screenshots into the store, then the trajectory to the coordinator, again until it is acknowledged.  Returns what
+        the slot is to do next."""
         trajectory, images = result
-        if trajectory.assignment.lane is Lane.EVAL:  # counted, never trained: the envelope is enough
+        kept = trajectory.outcome in (Outcome.SUCCESS, Outcome.FAILURE)
+        if trajectory.assignment.lane is Lane.EVAL or not kept:  # never trained: the envelope is enough
             trajectory.digests, trajectory.payload, images = [], encode_steps([]), {}
+        key = trajectory.assignment.key
         deadline = time.monotonic() + DELIVERY_DEADLINE_S
         failures = 0
         while time.monotonic() < deadline:
             try:
-                await self._upload(images)
+                await upload(self._store, key, images)
+                more = time.monotonic() >= self._paused_until and not self._stopping.is_set()
                 reply = await self._coordinator.request(
-                    SubmitTrajectory(trajectory), timeout=REQUEST_TIMEOUT_S, expect=Submitted
+                    SubmitTrajectory(trajectory, self.name, self._session, more),
+                    timeout=REQUEST_TIMEOUT_S,
+                    expect=Submitted,
                 )
-                if reply.reason != "images_missing":
-                    return
+                return reply.assignments
+            except MessageTooLarge as error:
+                log.error("%s given up: %s", key, error)
+                return []
             except WireError as error:
-                log.warning("%s not delivered yet: %s", trajectory.assignment.key, error)
+                log.warning("%s not delivered yet: %s", key, error)
             await asyncio.sleep(_pause(failures))
             failures += 1
-        log.error("%s given up: not delivered within %.0f s", trajectory.assignment.key, DELIVERY_DEADLINE_S)
-
-    async def _upload(self, images: dict[str, bytes]) -> None:
-        if not images:
-            return
-        lacking = await self._store.request(LackingImages(list(images)), timeout=REQUEST_TIMEOUT_S, expect=Lacking)
-        if lacking.digests:
-            put = PutImages({d: images[d] for d in lacking.digests if d in images})
-            await self._store.request(put, timeout=PUT_TIMEOUT_S, expect=Done)
+        log.error("%s given up: not delivered within %.0f s", key, DELIVERY_DEADLINE_S)
+        return []
 
 
 def _pause(failures: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_webrl.config import SamplingConfig
 from megatron_webrl.trajectory import INT32, pack
-from megatron_webrl.wire import Client, RequestFailed, RequestRefused, RequestTimeout
+from megatron_webrl.wire import Client, Keys, RequestFailed, RequestRefused, RequestTimeout
 from megatron_webrl.wire.messages import (
     Engines,
     EngineStatus,
@@ -35,22 +35,22 @@ class EngineUnreachable(Exception):
 class GenerationClient:
     """Token-in, token-out over all engine hosts that the coordinator knows.
 
+    coordinator: shared with its owner, who closes it.  keys: of the run.
     banned_ids: tokens never sampled; stop_ids: tokens that end a reply and are kept in it.
     request_timeout_s: upper bound of every call's timeout.
     """
 
     def __init__(
         self,
-        coordinator_address: str,
-        run_id: str,
-        name: str,
+        coordinator: Client,
         sampling: SamplingConfig,
         banned_ids: Sequence[int] | np.ndarray,
         stop_ids: Sequence[int] | np.ndarray,
         request_timeout_s: float,
+        *,
+        keys: Keys | None = None,
     ) -> None:
-        self._run_id, self._name = run_id, name
-        self._coordinator = Client(coordinator_address, run_id, name)
+        self._coordinator, self._keys = coordinator, keys
         self._sampling = sampling
         self._banned, self._stop = pack(banned_ids, INT32), pack(stop_ids, INT32)
         self._request_timeout_s = request_timeout_s
@@ -119,8 +119,8 @@ class GenerationClient:
         raise EngineUnreachable(f"no engine served the request within {time.monotonic() - began:.1f} s: {reason}")
 
     async def close(self) -> None:
-        """Close all sockets; requests in flight fail."""
-        for client in (self._coordinator, *self._clients.values()):
+        """Close the sockets to the hosts; requests in flight fail."""
+        for client in self._clients.values():
             client.close()
         self._clients.clear()
 
@@ -141,7 +141,9 @@ class GenerationClient:
         """The reply, or why there is none.  A host whose process was replaced meanwhile has lost the request."""
         client = self._clients.get(host.address)
         if client is None:
-            client = self._clients[host.address] = Client(host.address, self._run_id, self._name)
+            client = self._clients[host.address] = Client(
+                host.address, self._coordinator.run_id, self._coordinator.name, keys=self._keys
+            )
         self._in_flight[host.name] = self._in_flight.get(host.name, 0) + 1
         wait = max(0.1, deadline - time.monotonic())
         task = asyncio.ensure_future(

@@ -22,7 +22,7 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.engine.generation import ImageCache, ServingGate, read_reply, request_body
 from megatron_webrl.engine.sglang_server import INITIAL_VERSION, SglangError, SglangGone, SglangServer, resolve_device
 from megatron_webrl.observe import Tracer
-from megatron_webrl.wire import Client, Server, WireError
+from megatron_webrl.wire import Client, Keys, Server, WireError
 from megatron_webrl.wire.messages import (
     BeginRefresh,
     Checksum,
@@ -66,6 +66,7 @@ class EngineHost:
         address: str,
         coordinator_address: str,
         log_dir: Path,
+        keys: Keys | None = None,
         trace: Tracer | None = None,
     ) -> None:
         self.name, self.state, self.version = name, "starting", INITIAL_VERSION
@@ -73,7 +74,7 @@ class EngineHost:
         self._first_incarnation = int(time.time() * 1000)
         self._config, self._run_id, self._index = config, run_id, index
         self._coordinator_address, self._log = coordinator_address, log_dir / f"{name}-sglang.log"
-        self._trace = trace
+        self._trace, self._keys = trace, keys
         self._gate = ServingGate()
         self._images = ImageCache()
         self._slots = asyncio.Semaphore(
@@ -99,6 +100,7 @@ class EngineHost:
                 Checksum: self._checksum,
                 LoadFromDisk: self._load_from_disk,
             },
+            keys=keys,
         )
         self._sglang: SglangServer
 
@@ -125,7 +127,7 @@ class EngineHost:
         device = await resolve_device(self._config)
         mark = f"{self._run_id}/{self.name}/sglang"
         self._sglang = SglangServer(self._config, index=self._index, device=device, mark=mark, log=self._log)
-        coordinator = Client(self._coordinator_address, self._run_id, self.name)
+        coordinator = Client(self._coordinator_address, self._run_id, self.name, keys=self._keys)
         try:
             await self._wire.start()
             heartbeat = asyncio.create_task(self._heartbeat(coordinator))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_webrl.config import RankEstimate, RunConfig, estimate
 from megatron_webrl.errors import UserError
+from megatron_webrl.launch.cluster import free_port
 
 
 class RolePlace(NamedTuple):
@@ -46,8 +47,15 @@ def place(config: RunConfig, sockets: Path, gpus: Sequence[str], *, with_trainer
     """Roles of one machine.  Trainer ranks take the first GPUs, engines the next; with too few GPUs they share."""
     trainer = place_trainer(config, gpus) if with_trainer else []
 
+    ports: set[int] = set()
+
     def address(name: str) -> str:
-        return f"ipc://{sockets}/{name}"
+        if config.wire.transport == "ipc":
+            return f"ipc://{sockets}/{name}"
+        while (port := free_port()) in ports:
+            pass
+        ports.add(port)
+        return f"tcp://127.0.0.1:{port}"
 
     tp = config.engine.tp
     roles = [RolePlace("store", address("store"), ()), RolePlace("coordinator", address("coordinator"), ())]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
-from megatron_webrl.run_directory import REPLAY_FILE, checkpoint_step, checkpoints, newest_checkpoint
+from megatron_webrl.run_directory import checkpoint_step, checkpoints, newest_checkpoint
 
 Resume = Literal["newest", "auto"] | Path | None
 """`newest`: the newest checkpoint of run_dir, which must have one; `auto`: that, or the beginning while there is none; a
@@ -73,27 +73,6 @@ def _chosen(run_dir: Path, chosen: Path) -> Path:
             f"later ones out of {run_dir / 'checkpoints'}"
         )
     return found
-
-
-def resume_step(run_dir: Path, checkpoint: Path | None) -> int | None:
-    """Finished train steps that the run's ledger is to keep; None in a run_dir without one.  0 where an earlier start left
-    no checkpoint: what it trained is in no weights any more and is rolled back, so that the account stays whole."""
-    if checkpoint is not None:
-        return checkpoint_step(checkpoint)
-    return 0 if (run_dir / "ledger.sqlite").exists() else None
-
-
-def saved_replay(checkpoint: Path | None) -> bytes | None:
-    """The coordinator's state in a checkpoint; None if it holds none.  Raises UserError naming the checkpoint if it is
-    malformed."""
-    file = checkpoint / REPLAY_FILE if checkpoint else None
-    if checkpoint is None or file is None or not file.exists():
-        return None
-    from megatron_webrl.replay import decode_state
-
-    data = file.read_bytes()
-    decode_state(data, str(checkpoint))
-    return data
 
 
 def earlier_start(run_dir: Path) -> dict[str, Any]:

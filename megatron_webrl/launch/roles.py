@@ -11,14 +11,16 @@ from megatron_webrl.config import RunConfig
 
 if TYPE_CHECKING:
     from megatron_webrl.observe import MetricsSink
+    from megatron_webrl.wire import Keys
 
 log = logging.getLogger(__name__)
 
 
-async def store(config: RunConfig, *, run_id: str, address: str) -> None:
+async def store(config: RunConfig, *, run_id: str, address: str, keys: Keys) -> None:
     from megatron_webrl.screenshots import serve_store
 
-    await serve_store(address, run_id, config.replay.screenshot_bytes)
+    directory = Path(config.replay.screenshot_dir or Path(config.run_dir) / "screenshots")
+    await serve_store(address, run_id, directory, config.replay.screenshot_bytes, keys=keys)
 
 
 async def coordinator(
@@ -27,8 +29,7 @@ async def coordinator(
     run_id: str,
     address: str,
     store_address: str,
-    resume_step: int | None,
-    resume_replay: bytes | None,
+    keys: Keys,
     wandb_id: str,
 ) -> None:
     from megatron_webrl.observe import MetricsLogger
@@ -42,8 +43,7 @@ async def coordinator(
             address=address,
             store_address=store_address,
             log_metrics=metrics.log,
-            resume_step=resume_step,
-            resume_replay=resume_replay,
+            keys=keys,
         ).run()
     finally:
         await asyncio.to_thread(metrics.close)
@@ -60,7 +60,7 @@ def _metrics_sinks(config: RunConfig, wandb_id: str) -> list[MetricsSink]:
 
 
 async def engine(
-    config: RunConfig, *, run_id: str, name: str, index: int, address: str, coordinator_address: str
+    config: RunConfig, *, run_id: str, name: str, index: int, address: str, coordinator_address: str, keys: Keys
 ) -> None:
     from megatron_webrl.engine import EngineHost
     from megatron_webrl.observe import Tracer
@@ -75,6 +75,7 @@ async def engine(
         address=address,
         coordinator_address=coordinator_address,
         log_dir=run_dir / "logs",
+        keys=keys,
         trace=tracer,
     )
     try:
@@ -84,7 +85,9 @@ async def engine(
             tracer.close()
 
 
-async def worker(config: RunConfig, *, run_id: str, name: str, coordinator_address: str, store_address: str) -> None:
+async def worker(
+    config: RunConfig, *, run_id: str, name: str, coordinator_address: str, store_address: str, keys: Keys
+) -> None:
     from megatron_webrl.agent import BrowserWorker
     from megatron_webrl.observe import Tracer
 
@@ -95,6 +98,7 @@ async def worker(config: RunConfig, *, run_id: str, name: str, coordinator_addre
         name=name,
         coordinator_address=coordinator_address,
         store_address=store_address,
+        keys=keys,
         trace=tracer,
     )
     try:
@@ -113,6 +117,7 @@ def trainer(
     master_port: int,
     coordinator_address: str,
     store_address: str,
+    keys: Keys,
     resume: Path | None,
 ) -> None:
     from megatron_webrl.observe import Tracer
@@ -129,6 +134,7 @@ def trainer(
         master_port=master_port,
         coordinator_address=coordinator_address,
         store_address=store_address,
+        keys=keys,
         resume=resume,
         tracer=tracer,
     )

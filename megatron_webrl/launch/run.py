@@ -17,16 +17,9 @@ from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, describe, describe_trainer, place, place_trainer, visible_gpus
-from megatron_webrl.launch.resume import (
-    Resume,
-    check_run_dir,
-    earlier_start,
-    resume_step,
-    saved_replay,
-    write_start,
-)
+from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start, write_start
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
-from megatron_webrl.wire import BlockingClient, RequestTimeout, WireError
+from megatron_webrl.wire import BlockingClient, Keys, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
     BeginTraining,
     Done,
@@ -43,9 +36,15 @@ if TYPE_CHECKING:
     from megatron_webrl.replay import RecordedBatch
 
 POLL_S = 0.5
-RPC_TIMEOUT_S = 30.0
+RPC_TIMEOUT_S = 5.0
+COORDINATOR_AWAY_S = 120.0
+"""So long the coordinator may be starting again."""
+LOAD_GRACE_S = 30.0
+"""That an engine's reply may take beyond the deadline that it was given."""
 EVALUATION_TIMEOUT_S = 6 * 3600.0
 WORKER_RESTARTS = 20
+SERVICE_RESTARTS = 20
+"""Of the coordinator and of the screenshot store, when they were killed; an error of theirs ends the run."""
 TRAINER_LEAVES_S = 30.0
 
 
@@ -101,7 +100,13 @@ class Run:
     """A started system.  Made by `started`."""
 
     def __init__(
-        self, config: RunConfig, cluster: Cluster, placed: list[RolePlace], display: Display, checkpoint: Path | None
+        self,
+        config: RunConfig,
+        cluster: Cluster,
+        placed: list[RolePlace],
+        display: Display,
+        checkpoint: Path | None,
+        keys: Keys,
     ) -> None:
         self.config = config
         self.cluster = cluster
@@ -109,15 +114,22 @@ class Run:
         self.checkpoint = checkpoint
         """That it went on from."""
         self.placed = {role.name: role for role in placed}
-        self._coordinator = BlockingClient(self.placed["coordinator"].address, cluster.run_id, "driver")
+        self._keys = keys.for_client()
+        self._coordinator = BlockingClient(
+            self.placed["coordinator"].address, cluster.run_id, "driver", keys=self._keys
+        )
 
     def request(self, message: Any, expect: Any) -> Any:
-        """Ask the coordinator.  Raises RoleDied if it died, WireError if it does not answer."""
-        try:
-            return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
-        except WireError:
-            self.cluster.check()
-            raise
+        """Ask the coordinator, which is started again if it was killed.  Raises RoleDied if it, or another that was needed,
+        died for good, WireError if it does not answer."""
+        give_up = time.monotonic() + COORDINATOR_AWAY_S
+        while True:
+            try:
+                return self._coordinator.request(message, timeout=RPC_TIMEOUT_S, expect=expect)
+            except WireError as error:
+                self.cluster.check()
+                if not isinstance(error, RequestTimeout) or time.monotonic() > give_up:
+                    raise
 
     def status(self) -> Status:
         return self.request(GetStatus(), Status)
@@ -166,11 +178,11 @@ class Run:
         for engine in self.status().engines:
             if engine.state != "waiting_weights":
                 continue
-            client = BlockingClient(engine.address, self.cluster.run_id, "driver")
+            client = BlockingClient(engine.address, self.cluster.run_id, "driver", keys=self._keys)
             timeout = self.config.engine.refresh_timeout_s
             try:
                 client.request(
-                    LoadFromDisk(str(path.resolve()), 0, timeout), timeout=timeout + RPC_TIMEOUT_S, expect=Done
+                    LoadFromDisk(str(path.resolve()), 0, timeout), timeout=timeout + LOAD_GRACE_S, expect=Done
                 )
             except WireError as error:  # it starts again, and will wait for weights again
                 self.display.say(f"{engine.name} did not load {path}: {error}")
@@ -223,7 +235,6 @@ def started(config: RunConfig, display: Display, *, kind: str = "train", resume:
 def _started(
     config: RunConfig, run_dir: Path, display: Display, kind: str, resume: Path | None, with_trainer: bool
 ) -> Iterator[Run]:
-    go_on_from = {"resume_step": resume_step(run_dir, resume), "resume_replay": saved_replay(resume)}
     identity = identify(run_dir, resume, kind)
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
@@ -232,26 +243,29 @@ def _started(
     with Cluster(run_id, run_dir / "logs") as cluster:
         placed = place(config, cluster.directory, visible_gpus(config.device), with_trainer=with_trainer)
         address = {role.name: role.address for role in placed}
-        common: dict[str, Any] = {"config": config, "run_id": run_id}
+        keys = Keys.make()
+        common: dict[str, Any] = {"config": config, "run_id": run_id, "keys": keys.for_client()}
+        serving = {**common, "keys": keys}
+        service: dict[str, Any] = {"restarts": SERVICE_RESTARTS, "errors_are_final": True}
         where = {"coordinator_address": address["coordinator"], "store_address": address["store"]}
-        cluster.start("store", roles.store, {**common, "address": address["store"]})
+        cluster.start("store", roles.store, {**serving, "address": address["store"]}, **service)
         cluster.start(
             "coordinator",
             roles.coordinator,
             {
-                **common,
+                **serving,
                 "address": address["coordinator"],
                 "store_address": address["store"],
-                **go_on_from,
                 "wandb_id": identity["run_id"],
             },
+            **service,
         )
         port = free_port()
         for role in placed:
             kind, _, index = role.name.partition("-")
             if kind == "engine":
                 arguments = {
-                    **common,
+                    **serving,
                     "name": role.name,
                     "index": int(index),
                     "address": role.address,
@@ -274,7 +288,7 @@ def _started(
                     "resume": resume,
                 }
                 cluster.start(role.name, roles.trainer, arguments, gpus=role.gpus)
-        run = Run(config, cluster, placed, display, resume)
+        run = Run(config, cluster, placed, display, resume, keys)
         try:
             yield run
         finally:

@@ -23,8 +23,8 @@ from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.engines import EngineRegistry
 from megatron_webrl.replay.keeper import ScreenshotKeeper
 from megatron_webrl.replay.queue import Taken
-from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.recorder import BatchRecorder, record_group
+from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rows import batch_row, run_row
 from megatron_webrl.screenshots import fetch
 from megatron_webrl.tasks import make_sampler

@@ -4,7 +4,6 @@ A checkpoint can be read by another layout (TP, PP, DP) with the same kind of op
 and what it holds is hashed:
 
     state.json                      counts; the generator's state
-    replay.bin                      the replay state, if there was one: opaque here
     __R_0.distcp, .metadata, …      Megatron's distributed checkpoint: what rank R wrote, and where each tensor lies
     integrity.json                  SHA-256 of all of these
     hf/                             the model directory without its weights, so that a checkpoint can be converted alone
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -35,7 +34,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_webrl.errors import UserError
-from megatron_webrl.run_directory import REPLAY_FILE, checkpoint_path, delete_old, partial_path, remove_partial
+from megatron_webrl.run_directory import checkpoint_path, delete_old, partial_path, remove_partial
 from megatron_webrl.trainer.weights import copy_all_but_weights, replace_directory
 
 if TYPE_CHECKING:
@@ -51,14 +50,6 @@ _POLL_S = 0.2
 
 class SaveFailed(Exception):
     """A checkpoint could not be written; the one before it is untouched."""
-
-
-class Loaded(NamedTuple):
-    """What a checkpoint gives back to its caller."""
-
-    state: dict[str, Any]
-    replay: bytes | None
-    """On rank 0; None elsewhere, and where none was saved."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +153,10 @@ def _training_storages(trainer: PolicyTrainer) -> set[int]:
     return {_storage(tensor) for tensor in tensors}
 
 
-def begin(
-    trainer: PolicyTrainer, directory: Path, state: dict[str, Any], replay: bytes | None = None, *, copy: bool = True
-) -> Save:
+def begin(trainer: PolicyTrainer, directory: Path, state: dict[str, Any], *, copy: bool = True) -> Save:
     """Begin to write a checkpoint to `directory`, in place of one that is there; call `finish` on what is returned.
 
-    state: what JSON can hold; replay: opaque bytes; those of rank 0 count.  copy: training may go on at once, for the price
+    state: what JSON can hold; that of rank 0 counts.  copy: training may go on at once, for the price
     of this rank's part in host memory until it is written.  Removes what earlier saves left half-written: one save at a
     time.  Raises SaveFailed on every rank if the directory cannot be made.
     """
@@ -198,9 +187,6 @@ def begin(
         if layout.rank == 0:
             (partial / STATE_FILE).write_text(content)
             files.append(partial / STATE_FILE)
-            if replay is not None:
-                (partial / REPLAY_FILE).write_bytes(replay)
-                files.append(partial / REPLAY_FILE)
             copy_all_but_weights(trainer.config.model.path, partial / HF_FOLDER)
             files += (partial / HF_FOLDER).iterdir()
             _sync(partial / HF_FOLDER)
@@ -209,9 +195,9 @@ def begin(
     return Save(layout, directory, plan, _in_thread(write))
 
 
-def save(trainer: PolicyTrainer, directory: Path, state: dict[str, Any], replay: bytes | None = None) -> None:
+def save(trainer: PolicyTrainer, directory: Path, state: dict[str, Any]) -> None:
     """`begin` and `finish` at once, without the copy."""
-    begin(trainer, directory, state, replay, copy=False).finish()
+    begin(trainer, directory, state, copy=False).finish()
 
 
 class Checkpoints:
@@ -226,12 +212,12 @@ class Checkpoints:
         self._settings = trainer.config.trainer
         self._saving: tuple[int, Save] | None = None
 
-    def save(self, step: int, state: dict[str, Any], replay: bytes | None = None) -> None:
+    def save(self, step: int, state: dict[str, Any]) -> None:
         """Save what the trainer holds after `step` steps; waits for the save before."""
         self.finish()
         background = self._settings.async_checkpoints
         directory = checkpoint_path(self._run_dir, step)
-        self._saving = step, begin(self._trainer, directory, state, replay, copy=background)
+        self._saving = step, begin(self._trainer, directory, state, copy=background)
         if not background:
             self.finish()
 
@@ -248,7 +234,7 @@ class Checkpoints:
             delete_old(self._run_dir, self._settings.keep_checkpoints)
 
 
-def load(trainer: PolicyTrainer, directory: Path) -> Loaded:
+def load(trainer: PolicyTrainer, directory: Path) -> dict[str, Any]:
     """Set the trainer to where `directory` was saved and return what the caller had saved with it.
 
     Raises UserError naming the file if the checkpoint is missing, incomplete or altered, and if it was saved with
@@ -271,8 +257,8 @@ def load(trainer: PolicyTrainer, directory: Path) -> Loaded:
     trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.lr_step = saved["trainer"]["lr_step"]
     trainer.generator.bit_generator.state = saved["trainer"]["generator"]
-    replay = directory / REPLAY_FILE  # its hash was checked with the others'
-    return Loaded(saved["state"], replay.read_bytes() if trainer.layout.rank == 0 and replay.exists() else None)
+    loaded_state: dict[str, Any] = saved["state"]
+    return loaded_state
 
 
 def _read_state(directory: Path) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.prefetch import Prefetcher, fetch_images
-from megatron_webrl.trainer.refresh import WeightPublisher
+from megatron_webrl.trainer.refresh import COORDINATOR_AWAY_S, WeightPublisher
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
-from megatron_webrl.wire import BlockingClient, Message, WireError
+from megatron_webrl.wire import BlockingClient, Keys, Message, WireError
 from megatron_webrl.wire.messages import (
     CheckpointDurable,
     ClaimVersion,
@@ -50,9 +50,9 @@ from megatron_webrl.wire.messages import (
 log = logging.getLogger(__name__)
 
 TAKE_WAIT_S = 2.0
-RPC_TIMEOUT_S = 30.0
-COORDINATOR_AWAY_S = 300.0
-"""So long a question is repeated before the trainer gives up: a killed coordinator is back in some seconds."""
+RPC_TIMEOUT_S = 10.0
+GROUPS_A_MESSAGE = 8
+"""Some tens of megabytes at most."""
 RETRY_S = 0.5
 PROBE_TIMEOUT_S = 30.0
 
@@ -86,16 +86,17 @@ class TrainerLoop:
         master_port: int,
         coordinator_address: str,
         store_address: str,
+        keys: Keys | None,
         resume: Path | None,
         tracer: Tracer,
     ) -> None:
         self.config = config
         self.rank = rank
         self.step, self.version = 0, -1
-        self._run_id = run_id
+        self._run_id, self._keys = run_id, keys
         self._tracer = tracer
-        self._coordinator = BlockingClient(coordinator_address, run_id, f"trainer-{rank}")
-        self._store = BlockingClient(store_address, run_id, f"trainer-{rank}")
+        self._coordinator = BlockingClient(coordinator_address, run_id, f"trainer-{rank}", keys=keys)
+        self._store = BlockingClient(store_address, run_id, f"trainer-{rank}", keys=keys)
         self._trainer = PolicyTrainer(
             config,
             rank=rank,
@@ -111,6 +112,7 @@ class TrainerLoop:
                 run_id,
                 backend="nccl" if self._trainer.layout.device.type == "cuda" else "gloo",
                 timeout_s=config.engine.refresh_timeout_s,
+                keys=keys,
             )
             if rank == 0
             else None
@@ -131,7 +133,7 @@ class TrainerLoop:
         self._saved = resume is not None
         """Whether what the trainer holds is in a checkpoint, written or being written."""
         if resume is not None:
-            state = self._trainer.load(resume).state
+            state = self._trainer.load(resume)
             self.step, self.version = int(state["step"]), int(state["version"])
             log.info("resumed from %s: %d steps done", resume, self.step)
 
@@ -183,6 +185,7 @@ class TrainerLoop:
             coordinator_address=coordinator_address,
             store_address=store_address,
             run_id=run_id,
+            keys=self._keys,
             name=f"prefetch-{self.rank}",
             shard=layout.dp_rank,
             shards=layout.dp,
@@ -267,7 +270,10 @@ class TrainerLoop:
             started += seconds
 
     def _fetch_groups(self, group_ids: list[int]) -> list[Group]:
-        return self._ask(FetchGroups(group_ids), Groups).groups
+        groups: list[Group] = []
+        for first in range(0, len(group_ids), GROUPS_A_MESSAGE):
+            groups += self._ask(FetchGroups(group_ids[first : first + GROUPS_A_MESSAGE]), Groups).groups
+        return groups
 
     def _fetch_images(self, digests: list[str]) -> dict[str, bytes]:
         images, missing = fetch_images(self._store, digests)
@@ -329,7 +335,7 @@ class TrainerLoop:
         """One reply of each, asked at once."""
 
         def ask(engine: EngineStatus) -> tuple[str, Row] | None:
-            client = BlockingClient(engine.address, self._run_id, "probe")
+            client = BlockingClient(engine.address, self._run_id, "probe", keys=self._keys)
             request = Generate(
                 prompt_ids=prompt.prompt_ids,
                 digests=[r.digest for r in prompt.refs],

@@ -201,11 +201,11 @@ class PolicyTrainer:
             write_directory(directory, weights, self.config.model.path)
         self.layout.barrier()
 
-    def save(self, directory: Path, state: dict[str, Any], replay: bytes | None = None) -> None:
+    def save(self, directory: Path, state: dict[str, Any]) -> None:
         """Write a checkpoint, whole or not at all; see `checkpoint.save`."""
-        checkpoint.save(self, directory, state, replay)
+        checkpoint.save(self, directory, state)
 
-    def load(self, directory: Path) -> checkpoint.Loaded:
+    def load(self, directory: Path) -> dict[str, Any]:
         """Go on from a checkpoint and return what was saved with it; see `checkpoint.load`."""
         return checkpoint.load(self, directory)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_webrl.trainer.pixels import PixelStore
 from megatron_webrl.trainer.schedule import share_out
-from megatron_webrl.wire import BlockingClient, WireError
+from megatron_webrl.wire import BlockingClient, Keys, WireError
 from megatron_webrl.wire.messages import GetImages, Images, ListUpcoming, Upcoming
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Prefetcher:
         coordinator_address: str,
         store_address: str,
         run_id: str,
+        keys: Keys | None,
         name: str,
         shard: int,
         shards: int,
@@ -53,7 +54,7 @@ class Prefetcher:
     ) -> None:
         self._pixels = pixels
         self._addresses = (coordinator_address, store_address)
-        self._run_id, self._name = run_id, name
+        self._run_id, self._name, self._keys = run_id, name, keys
         self._shard, self._shards = shard, shards
         self._version = version
         self._stop = threading.Event()
@@ -66,7 +67,9 @@ class Prefetcher:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        coordinator, store = (BlockingClient(address, self._run_id, self._name) for address in self._addresses)
+        coordinator, store = (
+            BlockingClient(address, self._run_id, self._name, keys=self._keys) for address in self._addresses
+        )
         try:
             while not self._stop.wait(POLL_S):
                 try:

@@ -48,7 +48,7 @@ def run_recorded(
         saves = Checkpoints(trainer, run_dir, durable=lambda step: log.info("checkpoint of step %d", step))
         step = 0
         if resume is not None:
-            step = int(trainer.load(resume).state["step"])
+            step = int(trainer.load(resume)["step"])
             log.info("resumed from %s: %d steps done", resume, step)
         saved = resume is not None
         for batch in choose_batches(config, after_step=step):

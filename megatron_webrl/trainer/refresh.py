@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_webrl.wire import BlockingClient, WireError
+from megatron_webrl.wire import BlockingClient, Keys, WireError
 from megatron_webrl.wire.messages import (
     BeginRefresh,
     Done,
@@ -43,6 +43,8 @@ REPLY_GRACE_S = 10.0
 
 REJOIN_AFTER_S = 1.0
 LEAVE_TIMEOUT_S = 5.0
+COORDINATOR_AWAY_S = 300.0
+"""So long a question is repeated before the trainer gives up: a killed coordinator is back in some seconds."""
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -78,9 +80,10 @@ class WeightPublisher:
         timeout_s: float,
         bucket_bytes: int = 512 << 20,
         address: str = "127.0.0.1",
+        keys: Keys | None = None,
     ) -> None:
         self._coordinator, self._run_id, self._backend, self._timeout_s = coordinator, run_id, backend, timeout_s
-        self._bucket_bytes, self._address = bucket_bytes, address
+        self._bucket_bytes, self._address, self._keys = bucket_bytes, address, keys
         self._group: _WeightGroup | None = None
         self._groups_made = 0
         self._clients: dict[str, BlockingClient] = {}
@@ -130,7 +133,7 @@ class WeightPublisher:
         self._clients.clear()
 
     def _list(self) -> list[EngineStatus]:
-        return self._coordinator.request(ListEngines(), timeout=30.0, expect=Engines).hosts
+        return self._coordinator.request(ListEngines(), timeout=5.0, expect=Engines, retry_s=COORDINATOR_AWAY_S).hosts
 
     def _refresh(self, hosts: list[EngineStatus], version: int, tensors: NamedTensors) -> tuple[dict[str, str], bool]:
         """One try.  Returns what failed, by host, and whether those that failed are being restarted (a step failed) or
@@ -234,7 +237,9 @@ class WeightPublisher:
         """Empty, or what failed.  One request at a time for a host, from whichever thread."""
         client = self._clients.get(host.address)
         if client is None:
-            client = self._clients[host.address] = BlockingClient(host.address, self._run_id, "trainer")
+            client = self._clients[host.address] = BlockingClient(
+                host.address, self._run_id, "trainer", keys=self._keys
+            )
         try:
             client.request(message, timeout=timeout_s, expect=Done)
             return ""

@@ -22,6 +22,7 @@ from megatron_webrl.trajectory import FLOAT32, INT32, Assignment, Lane, Outcome,
 from megatron_webrl.wire import Message, Server
 from megatron_webrl.wire.messages import (
     Assignments,
+    ClaimImages,
     Done,
     Engines,
     EngineStatus,
@@ -29,7 +30,6 @@ from megatron_webrl.wire.messages import (
     Generated,
     GetAssignments,
     Lacking,
-    LackingImages,
     ListEngines,
     PutImages,
     Submitted,
@@ -51,9 +51,13 @@ class FakeRun:
         self.images: dict[str, bytes] = {}
         self.polls: list[tuple[float, GetAssignments]] = []
         self.revoke: set[Key] = set()
+        self.following: list[Assignment] = []
+        """Come with acknowledgements."""
         self.silent_submits = 0
         """So many submissions are taken, but their acknowledgement fails."""
-        self.forget_images = False
+        self.lose_images = 0
+        """So many uploads fail."""
+        self.claimed: dict[Key, set[str]] = {}
         self.generate_s = 0.0
         self.generating = 0
         self._processor = processor
@@ -63,7 +67,7 @@ class FakeRun:
                 SubmitTrajectory: self._submit,
                 ListEngines: self._engines,
             },
-            "store": {LackingImages: self._lacking, PutImages: self._put},
+            "store": {ClaimImages: self._claim, PutImages: self._put},
             "engine": {Generate: self._generate},
         }
         self._servers = {name: Server(f"ipc://{folder}/{name}", "run", handlers) for name, handlers in kinds.items()}
@@ -77,24 +81,30 @@ class FakeRun:
 
     async def _submit(self, _: str, m: SubmitTrajectory) -> Message:
         key = m.trajectory.assignment.key
-        if self.forget_images:
-            self.forget_images = False
-            self.images.clear()
-        if not set(m.trajectory.digests) <= set(self.images):
-            return Submitted(False, "images_missing")
+        assert set(m.trajectory.digests) <= set(self.images) & self.claimed.get(key, set()), (
+            "delivered before its images"
+        )
         self.results.setdefault(key, []).append(m)
         if self.silent_submits:
             self.silent_submits -= 1
             raise RuntimeError("the acknowledgement is lost")
-        return Submitted(len(self.results[key]) == 1, "accepted" if len(self.results[key]) == 1 else "repeat")
+        following = [self.following.pop(0)] if m.more and self.following else []
+        return Submitted(
+            len(self.results[key]) == 1, "accepted" if len(self.results[key]) == 1 else "repeat", following
+        )
 
     async def _engines(self, _: str, m: ListEngines) -> Message:
         return Engines([EngineStatus("engine-0", f"ipc://{self.folder}/engine", "serving", 5, 0, 1, 0)])
 
-    async def _lacking(self, _: str, m: LackingImages) -> Message:
+    async def _claim(self, _: str, m: ClaimImages) -> Message:
+        self.claimed.setdefault(m.owner, set()).update(m.digests)
         return Lacking([d for d in m.digests if d not in self.images])
 
     async def _put(self, _: str, m: PutImages) -> Message:
+        if self.lose_images:
+            self.lose_images -= 1
+            raise RuntimeError("no room")
+        assert set(m.images) <= self.claimed[m.owner]
         assert all(image_digest(data) == digest for digest, data in m.images.items())
         self.images |= m.images
         return Done()
@@ -162,11 +172,11 @@ def fake(tmp_path: Path, processor: Processor) -> FakeRun:
 
 
 async def test_every_assignment_is_run_and_submitted_once(fake: FakeRun, config: RunConfig) -> None:
-    """A lost acknowledgement is repeated, missing screenshots are put again, slots are never exceeded."""
+    """A lost acknowledgement is repeated, an upload that failed is tried again, slots are never exceeded."""
     fake.replies = {"Click the button": await solution(config)}
     fake.todo = assignments(12)
     fake.silent_submits = 1
-    fake.forget_images = True
+    fake.lose_images = 1
     async with fake.worker(config):
         await fake.until(lambda: len(fake.results) == 12 and not fake.polls[-1][1].running)
     counts = Counter(len(messages) for messages in fake.results.values())
@@ -178,6 +188,16 @@ async def test_every_assignment_is_run_and_submitted_once(fake: FakeRun, config:
         assert (trajectory.min_version, trajectory.max_version) == (5, 5)
         assert set(trajectory.digests) <= set(fake.images)
     assert len(fake.images) == 1, "the same page is the same picture"
+
+
+async def test_what_comes_with_an_acknowledgement_is_run_in_the_same_slot(fake: FakeRun, config: RunConfig) -> None:
+    fake.replies = {"Click the button": await solution(config)}
+    fake.todo, fake.following = assignments(8)[:2], assignments(8)[2:]
+    async with fake.worker(config):
+        await fake.until(lambda: len(fake.results) == 8 and not fake.polls[-1][1].running)
+    assert max(len(m.running) + m.slots for _, m in fake.polls) <= config.browser.slots
+    [session] = {m.session for messages in fake.results.values() for m in messages}
+    assert {(m.worker, m.session) for _, m in fake.polls} == {("worker-0", session)}
 
 
 async def test_evaluation_travels_without_payload(fake: FakeRun, config: RunConfig) -> None:

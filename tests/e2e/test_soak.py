@@ -18,7 +18,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.launch.cluster import free_port
 from megatron_webrl.replay import Lineage
 from megatron_webrl.screenshots import fetch_images, serve_store
-from megatron_webrl.trajectory import INT32, Lane, Outcome, Trajectory, decode_steps, unpack
+from megatron_webrl.trajectory import INT32, Lane, Outcome, decode_steps, unpack
 from megatron_webrl.wire import BlockingClient, Keys, WireError
 from megatron_webrl.wire.messages import (
     BeginTraining,
@@ -37,14 +37,12 @@ from megatron_webrl.wire.messages import (
     ClaimVersion,
     Done,
     EndRun,
-    Engines,
     EngineStatus,
     FetchGroups,
     Groups,
-    ListEngines,
     Manifest,
-    StepTrained,
     Status,
+    StepTrained,
     Take,
     TrainerStarted,
     Version,
@@ -82,7 +80,9 @@ def to_log(directory: Path, name: str) -> None:
     file = (directory / f"{name}.log").open("a")
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
 
 
 def coordinator_process(config: RunConfig, address: str, store: str, keys: Keys) -> None:

@@ -15,7 +15,7 @@ import pytest
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineHost, GenerationClient
 from megatron_webrl.processes import marked
-from megatron_webrl.wire import BlockingClient, Server
+from megatron_webrl.wire import BlockingClient, Client, Server
 from megatron_webrl.wire.messages import Done, Engines, EngineStatus, ListEngines, Message
 
 
@@ -141,7 +141,7 @@ def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
     async def client() -> GenerationClient:
         banned, stop = processor.banned_ids(), processor.stop_ids()
-        return GenerationClient(rig.address, run_id, "test", rig.config.sampling, banned, stop, 600.0)
+        return GenerationClient(Client(rig.address, run_id, "test"), rig.config.sampling, banned, stop, 600.0)
 
     rig.client = rig.wait(client())
     yield rig

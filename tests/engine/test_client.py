@@ -12,7 +12,7 @@ import pytest
 from megatron_webrl.config import SamplingConfig
 from megatron_webrl.engine import EngineUnreachable, GenerationClient
 from megatron_webrl.trajectory import INT32, pack, unpack
-from megatron_webrl.wire import Server
+from megatron_webrl.wire import Client, Server
 from megatron_webrl.wire.messages import (
     Engines,
     EngineStatus,
@@ -81,9 +81,11 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 @pytest.fixture
 async def client(fleet: Fleet) -> AsyncIterator[GenerationClient]:
-    client = GenerationClient(fleet.server.address, RUN, "w", SamplingConfig(max_new_tokens=9), [7, 8], [2], 60.0)
+    coordinator = Client(fleet.server.address, RUN, "w")
+    client = GenerationClient(coordinator, SamplingConfig(max_new_tokens=9), [7, 8], [2], 60.0)
     yield client
     await client.close()
+    coordinator.close()
 
 
 async def ask(client: GenerationClient, images: dict[str, bytes] | None = None, timeout_s: float = 10.0) -> Generated:

@@ -24,7 +24,7 @@ from megatron_webrl.config import SamplingConfig
 from megatron_webrl.engine import EngineUnreachable, GenerationClient
 from megatron_webrl.processor import Processor
 from megatron_webrl.trajectory import FLOAT32, INT32, image_digest, unpack
-from megatron_webrl.wire import BlockingClient
+from megatron_webrl.wire import BlockingClient, Client
 from megatron_webrl.wire.messages import Checksum, ChecksumValue, Done, Generated, LoadFromDisk
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def test_refresh_in_flight_is_exact(engine, publisher, policies, processor):
 
     async def long_client() -> GenerationClient:
         sampling = SamplingConfig(max_new_tokens=700)
-        return GenerationClient(engine.address, engine.run_id, "long", sampling, banned, ends, 300.0)
+        return GenerationClient(Client(engine.address, engine.run_id, "long"), sampling, banned, ends, 300.0)
 
     client = engine.wait(long_client())
     flights = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.errors import UserError
 from megatron_webrl.launch import Display, alone, run
 from megatron_webrl.launch import resume as resume_module
-from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start, resume_step
+from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start
 from megatron_webrl.launch.run import identify
-from megatron_webrl.replay import Ledger
 from megatron_webrl.run_directory import _lock_file, checkpoint_path, partial_path, remove_partial, replaced_path
-from megatron_webrl.trajectory import Assignment, Lane, Task
 
 
 @pytest.fixture
@@ -151,50 +148,3 @@ def test_the_checkpoint_is_chosen_while_nobody_else_can_write_one(
         half.mkdir(parents=True)
         with pytest.raises(Chosen):
             start(config, display, resume="newest")
-
-
-def attempt(group_id: int) -> Assignment:
-    task = Task(f"miniwob/click-test/{group_id}", "miniwob", "click-test", group_id, 10)
-    return Assignment(task, group_id, 0, 0, Lane.TRAIN, 0, 1.0, 60.0)
-
-
-LIVES: dict[str, Callable[[Ledger, Assignment], object]] = {
-    "running": lambda ledger, a: ledger.issue(a),
-    "queued": lambda ledger, a: ledger.queue([a.key]),
-    "in_training": lambda ledger, a: ledger.take([a.key], step=a.group_id),
-    "trained": lambda ledger, a: ledger.train([a.key]),
-}
-
-
-@pytest.mark.parametrize(
-    ("resume", "saved", "kept"),
-    [("auto", [], 0), ("auto", [2], 2), ("newest", [1], 1)],
-    ids=["no checkpoint", "2", "1"],
-)
-def test_the_account_of_an_earlier_start_stays_whole(
-    resume: Resume, saved: list[int], kept: int, config: RunConfig
-) -> None:
-    """Killed at any time, with or without a checkpoint: what is in the weights that the run goes on from counts as trained,
-    all else as dropped for a named reason, and nothing as in flight.  (As the coordinator does at its start.)"""
-    save(config, *saved)
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(exist_ok=True)
-    assert resume_step(run_dir, None) is None, "a first start has nothing to roll back"
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    for group_id in range(8):  # three trained, in steps 0, 1 and 2; then two of each other state
-        for life in list(LIVES.values())[: 4 if group_id < 3 else 1 + group_id % 3]:
-            life(ledger, attempt(group_id))
-    assert ledger.account().trained == 3 and ledger.account().in_flight == 5
-    ledger.close()
-
-    step = resume_step(run_dir, check_run_dir(config, resume))
-    assert step == kept
-    ledger = Ledger(run_dir / "ledger.sqlite")
-    ledger.end_in_flight("lost_at_restart")
-    ledger.roll_back(step)
-    account = ledger.account(recount=True)
-    assert (account.issued, account.trained, account.in_flight) == (8, kept, 0)
-    assert account.dropped == {"lost_at_restart": 5, "rolled_back": 3 - kept}
-    assert account == ledger.account()
-    assert ledger.next_group_id() == 8, "group ids never repeat"
-    ledger.close()

@@ -61,7 +61,7 @@ def test_resumed_equals_unbroken(
     layout: dict[str, Any], deep_model_dir: Path, make: Make, tmp_path: Path, held: HeldWriter
 ) -> None:
     """Begin a save after a step and train on before a byte is written: another trainer that loads it takes the next step
-    with the same metrics, to the same weights, and gives back counts and replay state."""
+    with the same metrics, to the same weights, and gives back the counts."""
     settings = {
         "parallel": layout,
         "optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
@@ -69,7 +69,7 @@ def test_resumed_equals_unbroken(
     trainer = make(deep_model_dir, trainer=settings)
     recorded = Recorded(trainer.processor, groups=3)
     step(trainer, recorded)
-    save = checkpoint.begin(trainer, tmp_path / "checkpoint", {"step": 1, "version": 5}, b"\0replay")
+    save = checkpoint.begin(trainer, tmp_path / "checkpoint", {"step": 1, "version": 5})
     unbroken, weights = step(trainer, recorded), dict(trainer.export() or [])
     assert not save.finish(block=False)
     assert not (tmp_path / "checkpoint").exists()
@@ -77,7 +77,7 @@ def test_resumed_equals_unbroken(
     assert save.finish()
 
     trainer = make(deep_model_dir, trainer=settings)
-    assert trainer.load(tmp_path / "checkpoint") == ({"step": 1, "version": 5}, b"\0replay")
+    assert trainer.load(tmp_path / "checkpoint") == {"step": 1, "version": 5}
     assert step(trainer, recorded) == unbroken
     assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
@@ -162,7 +162,7 @@ def fails_to_write(rank: int, ranks: int, model: Path, port: int, run_dir: Path)
     release.set()
     trainer.layout.barrier()
     saved = checkpoint_path(run_dir, 1)
-    found.append(str(trainer.load(saved).state))
+    found.append(str(trainer.load(saved)))
     for shard in sorted(saved.glob("*.distcp")):
         whole = shard.read_bytes()
         trainer.layout.barrier()
@@ -313,7 +313,7 @@ def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path
     """Missing, cut short, one bit changed, state altered: a UserError that names the file, and nothing is loaded."""
     trainer = make(deep_model_dir)
     whole = tmp_path / "whole"
-    trainer.save(whole, {"step": 1}, b"replay")
+    trainer.save(whole, {"step": 1})
     files = {str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file()}
     assert json.loads((whole / "integrity.json").read_text())["files"].keys() == files - {"integrity.json"}
     before = dict(trainer.export() or [])
@@ -338,8 +338,6 @@ def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path
         (shard, flip),
         (shard, lambda data: None),
         (".metadata", flip),
-        ("replay.bin", flip),
-        ("replay.bin", lambda data: None),
         ("state.json", lambda data: data.replace(b'"step": 1', b'"step": 2')),
         ("state.json", lambda data: b"{"),
         ("state.json", lambda data: None),

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -143,11 +142,12 @@ class Raw:
 
 
 messages = st.builds(GetImages, st.lists(st.text(max_size=8), max_size=3)).map(msgspec.msgpack.encode)
-headers = st.tuples(st.integers(0, 9), st.text(max_size=5), st.integers(-(2**63), 2**64 - 1), st.text(max_size=5)).map(
-    msgspec.msgpack.encode
-)
+integers = st.integers(-(2**63), 2**64 - 1)
+headers = st.tuples(st.integers(0, 9), st.text(max_size=5), integers, st.text(max_size=5)).map(msgspec.msgpack.encode)
 anything = st.binary(max_size=40)
-damaged = st.builds(lambda data, at, byte: data[:at] + bytes([byte]) + data[at + 1 :], messages, st.integers(0, 40), st.integers(0, 255))  # fmt: skip
+damaged = st.builds(
+    lambda data, at, byte: data[:at] + bytes([byte]) + data[at + 1 :], messages, st.integers(0, 40), st.integers(0, 255)
+)
 
 
 @given(
@@ -198,10 +198,10 @@ async def test_a_reply_that_cannot_be_read_is_no_reply(reply: list[bytes], tmp_p
 async def test_messages_are_bounded_on_both_sides(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 1000)
     client = Client(server.address, "run", "me")
-    with pytest.raises(MessageTooLarge, match="GetImages: .* bytes exceed the 1000"):
+    with pytest.raises(MessageTooLarge, match=r"GetImages: .* bytes exceed the 1000"):
         await client.request(GetImages(["a" * 1000]), timeout=5, expect=Images)
     with pytest.raises(
-        RequestFailed, match="Images: .* exceed the 1000"
+        RequestFailed, match=r"Images: .* exceed the 1000"
     ):  # each name costs five bytes more in the reply
         await client.request(GetImages([f"{i:04}" for i in range(150)]), timeout=5, expect=Images)
     assert (await client.request(GetImages(["a"]), timeout=5, expect=Images)).images
