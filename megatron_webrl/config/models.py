@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Pixels = Annotated[int, Field(gt=0, le=16_384)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Level = Annotated[int, Field(ge=1, le=15)]
 
 
 class Section(BaseModel):
@@ -40,6 +41,18 @@ class TasksConfig(Section):
     """Page seeds that the scripted oracle demonstrates, a task: first, end (exclusive)."""
     horizon: int = Field(default=10, gt=0)
     """Most steps of an episode; reaching it without success is failure."""
+    sampler: Literal["uniform", "difficulty", "adaptive"] = "uniform"
+    """Which name a train group gets: `uniform`: all in turn; `difficulty`: by `difficulty_weights`; `adaptive`: by how likely
+    its rewards are to differ, at the success measured lately."""
+    difficulty: dict[str, Level] = {}
+    """Level of names, 1 (easy) to 15, as `click-test: 1`; names without one have 1."""
+    difficulty_weights: dict[Level, Annotated[float, Field(ge=0)]] = {}
+    """Of `sampler: difficulty`: levels are drawn in these proportions, as `{1: 2, 4: 5, 7: 3}`, and names of a level alike; a
+    level without a weight has 1."""
+
+    def level(self, name: str) -> int:
+        """Difficulty of a task's name."""
+        return self.difficulty.get(name, 1)
 
     @model_validator(mode="after")
     def _ranges(self) -> TasksConfig:
@@ -53,6 +66,36 @@ class TasksConfig(Section):
             raise ValueError(
                 f"tasks.held_out_seeds={list(self.held_out_seeds)} overlaps tasks.train_seeds={list(self.train_seeds)}: "
                 "move one of them, or held-out success would be measured on practised pages"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _levels(self) -> TasksConfig:
+        for name, level in self.difficulty.items():
+            if name not in self.names:
+                raise ValueError(
+                    f"tasks.difficulty.{name}={level} is of no task in tasks.names: add the name or remove it"
+                )
+        if self.difficulty_weights and self.sampler != "difficulty":
+            raise ValueError(
+                f"tasks.difficulty_weights={self.difficulty_weights} has no meaning with tasks.sampler={self.sampler}: set "
+                "tasks.sampler=difficulty or remove the weights"
+            )
+        levels = {self.level(name) for name in self.names}
+        if self.sampler == "difficulty" and len(levels) == 1:
+            raise ValueError(
+                f"tasks.sampler=difficulty has nothing to choose from, all of tasks.names have level {min(levels)}: give "
+                "tasks.difficulty, or use tasks.sampler=uniform"
+            )
+        for level, weight in self.difficulty_weights.items():
+            if level not in levels:
+                raise ValueError(
+                    f"tasks.difficulty_weights.{level}={weight:g} is of a level that no task has: remove it, or give "
+                    "tasks.difficulty"
+                )
+        if not any(self.difficulty_weights.get(level, 1) for level in levels):
+            raise ValueError(
+                f"tasks.difficulty_weights={self.difficulty_weights} leaves no task to draw: give a level more than 0"
             )
         return self
 
