@@ -6,6 +6,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+VARIABLE = {
+    r"(account/dropped|drops/reason)/.+": r"\1/REASON",
+    r"(drops/difficulty)/\d+": r"\1/LEVEL",
+    r"(drops/steps)/(0|\d+-(\d+|up))": r"\1/STEPS",
+    r"(drops/age)/\d+-(\d+|up)": r"\1/SECONDS",
+    r"(rollout/lag_share)/\d+": r"\1/N",
+}
+"""Names with a variable part, and what the page has for them."""
+
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
@@ -18,5 +27,11 @@ def names_of(*sections: str) -> set[str]:
 
 def names_in(row: Iterable[str]) -> set[str]:
     """Names of a row as the page has them."""
-    names = {re.sub(r"^(account/dropped/).+", r"\1REASON", name) for name in row}
-    return names - {"step", "time", "nonfinite"}
+    return {_on_page(name) for name in row} - {"step", "time", "nonfinite"}
+
+
+def _on_page(name: str) -> str:
+    for pattern, shown in VARIABLE.items():
+        if found := re.fullmatch(pattern, name):
+            return found.expand(shown)
+    return name
