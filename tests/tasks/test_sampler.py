@@ -2,11 +2,12 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_webrl.config import TasksConfig
+from megatron_webrl.config import TasksConfig, dump, load_config
 from megatron_webrl.errors import UserError
 from megatron_webrl.tasks import (
     AdaptiveSampler,
@@ -176,6 +177,22 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) ->
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - pydantic's own
         TasksConfig.model_validate({"names": NAMES, **options})
     assert words in str(refused.value)
+
+
+def test_levels_and_weights_are_given_on_the_command_line_and_dumped(tmp_path: Path) -> None:
+    """Keys that are numbers or have hyphens, through YAML, overrides and what --dry-run prints."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\ntasks: {names: [click-test, focus-text], sampler: difficulty}\n")
+    options = ["tasks.difficulty={focus-text: 3}", "tasks.difficulty_weights={1: 0.5, 3: 2}"]
+    config = load_config(file, options)
+    assert config.tasks.difficulty == {"focus-text": 3}
+    assert config.tasks.difficulty_weights == {1: 0.5, 3: 2.0}
+    file.write_text(dump(config))
+    assert load_config(file) == config
+    with pytest.raises(UserError, match=r"tasks\.difficulty_weights=\{1: 0\.5, 3: 2\.0\} has no meaning"):
+        load_config(file, ["tasks.sampler=uniform"])
+    with pytest.raises(UserError, match=r"tasks\.difficulty\.focus-text=0: input should be greater than or equal to 1"):
+        load_config(file, ["tasks.difficulty.focus-text=0"])
 
 
 def test_held_out_tasks_are_fixed_distinct_and_evenly_spread() -> None:
