@@ -171,9 +171,9 @@ class ReplayQueue:
         """The batch that `step` had before it was rolled back, if it is all there, and as fresh as it was."""
         ids = self._again.pop(step, None)
         groups = [self._groups[i] for i in ids or () if i in self._groups]
-        if ids and len(groups) == len(ids):
-            if all(lag(position, group.oldest(self.lineage)) <= self.config.eta for group in groups):
-                return ids
+        whole = bool(ids) and len(groups) == len(ids or ())
+        if whole and all(lag(position, group.oldest(self.lineage)) <= self.config.eta for group in groups):
+            return ids
         if self._again:
             self._records.ledger.forget_batches(min(self._again))
             self._again.clear()  # what comes after it cannot come out as it did

@@ -14,13 +14,13 @@ from typing import Any
 
 from megatron_webrl.errors import UserError
 from megatron_webrl.replay.batches import BatchWriter
+from megatron_webrl.screenshots import fetch
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, Step, Trajectory, decode_steps, unpack
 from megatron_webrl.wire import Client
-from megatron_webrl.wire.messages import GetImages, Images
 
-STORE_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 30.0
+STORE_TIMEOUT_S = 60.0
 """For the screenshots of one group."""
+CLOSE_TIMEOUT_S = 30.0
 
 
 class BatchRecorder:
@@ -72,10 +72,8 @@ class BatchRecorder:
             writer = await _in_thread(BatchWriter, self._directory, step)
             try:
                 for group in groups:
-                    images = await self._store.request(GetImages(group.digests), timeout=STORE_TIMEOUT_S, expect=Images)
-                    if images.missing:
-                        raise RuntimeError(f"group {group.group_id}: the store lacks {images.missing[:3]}")
-                    await _in_thread(writer.add_images, images.images)
+                    images = await fetch(self._store, group.digests, timeout=STORE_TIMEOUT_S)
+                    await _in_thread(writer.add_images, images)
                 await _in_thread(writer.finish, version, groups, lineage)
             except BaseException:
                 writer.abandon()

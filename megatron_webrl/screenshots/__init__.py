@@ -1,5 +1,15 @@
-"""The content-addressed screenshot store."""
+"""The content-addressed screenshot store and its client."""
 
-from megatron_webrl.screenshots.store import ScreenshotStore, serve_store
+from megatron_webrl.screenshots.client import IMAGES_A_MESSAGE, ImagesMissing, fetch, fetch_images, upload
+from megatron_webrl.screenshots.store import ScreenshotStore, StoreFull, serve_store
 
-__all__ = ["ScreenshotStore", "serve_store"]
+__all__ = [
+    "IMAGES_A_MESSAGE",
+    "ImagesMissing",
+    "ScreenshotStore",
+    "StoreFull",
+    "fetch",
+    "fetch_images",
+    "serve_store",
+    "upload",
+]

@@ -20,10 +20,11 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
 from megatron_webrl.processor import Processor
 from megatron_webrl.replay import BatchTimeout, Lineage
+from megatron_webrl.screenshots import fetch_images
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
-from megatron_webrl.trainer.prefetch import Prefetcher, fetch_images
+from megatron_webrl.trainer.prefetch import Prefetcher
 from megatron_webrl.trainer.refresh import COORDINATOR_AWAY_S, WeightPublisher
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
 from megatron_webrl.wire import BlockingClient, Keys, Message, WireError

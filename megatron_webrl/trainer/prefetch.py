@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from megatron_webrl.screenshots import IMAGES_A_MESSAGE, fetch_images
 from megatron_webrl.trainer.pixels import PixelStore
 from megatron_webrl.trainer.schedule import share_out
 from megatron_webrl.wire import BlockingClient, Keys, WireError
-from megatron_webrl.wire.messages import GetImages, Images, ListUpcoming, Upcoming
+from megatron_webrl.wire.messages import ListUpcoming, Upcoming
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 REQUEST_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
-IMAGES_A_MESSAGE = 32
-"""Of a request to the store: some tens of megabytes at most."""
-
-
-def fetch_images(store: BlockingClient, digests: Sequence[str]) -> tuple[dict[str, bytes], list[str]]:
-    """Encoded screenshots by digest, and the digests that the store does not have."""
-    found: dict[str, bytes] = {}
-    missing: list[str] = []
-    for first in range(0, len(digests), IMAGES_A_MESSAGE):
-        part = list(digests[first : first + IMAGES_A_MESSAGE])
-        reply = store.request(GetImages(part), timeout=REQUEST_TIMEOUT_S, expect=Images)
-        found |= reply.images
-        missing += reply.missing
-    return found, missing
 
 
 class Prefetcher:

@@ -1,8 +1,10 @@
-"""Random faults over real processes and sockets: coordinator, screenshot store, four workers and a trainer are killed, stopped and
-cut off, by a seeded hand; then the account must balance, no group be trained twice, no token be older than η, and memory be flat.
+"""Random faults over real processes and sockets: coordinator, screenshot store, four workers and a trainer are killed,
+stopped and cut off, by a seeded hand; then the account must balance, no group be trained twice, no token be older than η, and
+memory be flat.
 
-Real: coordinator, store, the worker's own loop and deliveries, TCP with CURVE.  Simulated, and called so: episodes (scripted, fast,
-no browser), the trainer (takes, checks and publishes; its checkpoint is a file), the engines (a version that the trainer tells).
+Real: coordinator, store, the worker's own loop and deliveries, TCP with CURVE.  Simulated, and called so: episodes (scripted,
+fast, no browser), the trainer (takes, checks and publishes; its checkpoint is a file), the engines (a version that the trainer
+tells).
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ def trainer_process(config: RunConfig, coordinator: str, store: str, keys: Keys)
 
 
 class SimulatedTrainer:
-    """Takes batches, checks them token by token, publishes; a checkpoint is checkpoint.json.  What it trained is in trained.jsonl."""
+    """Takes batches, checks them token by token, publishes; a checkpoint is checkpoint.json.  What it trained is in
+    trained.jsonl."""
 
     def __init__(self, config: RunConfig, coordinator: str, store: str, keys: Keys) -> None:
         self.directory = Path(config.run_dir)
@@ -224,7 +227,7 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
-                while self.cut:
+                while self.cut:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 writer.write(data)
                 await writer.drain()

@@ -466,7 +466,7 @@ async def test_screenshots_go_with_the_durable_checkpoint_or_the_drop(start: Sta
 
     async def gone(digests: list[str]) -> None:
         async with asyncio.timeout(5):
-            while await there(digests[:1]):
+            while await there(digests[:1]):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     await gone([d for t in dropped for d in t.digests])
@@ -490,7 +490,7 @@ async def test_a_crowded_store_begins_no_groups_and_asks_for_a_checkpoint(start:
     assert manifest.save and not manifest.ready
     await system.ask(CheckpointDurable(1), Done)
     async with asyncio.timeout(10):
-        while not await system.assign(1):
+        while not await system.assign(1):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
