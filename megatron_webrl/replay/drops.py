@@ -8,9 +8,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from typing import NamedTuple
 
-BY_RULE = frozenset(
-    ("zero_variance", "not_a_success", "run_ended", "lost_at_restart", "no_longer_practised", "rollout_only")
-)
+BY_RULE = frozenset(("zero_variance", "not_a_success", "run_ended", "lost_at_restart", "no_longer_practised"))
 """Reasons that are no loss: an algorithm's rule left out a whole result, or the user ended, resumed or changed the run."""
 
 WINDOW = 1000
