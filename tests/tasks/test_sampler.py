@@ -1,4 +1,3 @@
-import json
 import math
 import random
 from collections import Counter
@@ -9,6 +8,7 @@ import pytest
 
 from megatron_webrl.config import TasksConfig, dump, load_config
 from megatron_webrl.errors import UserError
+from megatron_webrl.replay import Ledger
 from megatron_webrl.tasks import (
     AdaptiveSampler,
     DifficultySampler,
@@ -133,15 +133,23 @@ def test_the_adaptive_sampler_wastes_fewer_groups_starves_none_and_follows_the_p
     assert later["click-test"] > 0.7 * 500 > 500 - later["click-test"] > 2 * 500 * EXPLORATION / 3
 
 
-def test_a_sampler_restored_from_its_rates_goes_on_exactly() -> None:
-    """Through JSON, as through the ledger; rates of names that are practised no more do no harm."""
+def test_a_sampler_restored_from_its_rates_goes_on_exactly(tmp_path: Path) -> None:
+    """Through the ledger; rates of names that are practised no more do no harm."""
     success = {"click-test": 0.1, "focus-text": 0.5, "enter-text": 0.9}
     unbroken, killed = AdaptiveSampler(ADAPTIVE, 5, G), AdaptiveSampler(ADAPTIVE, 5, G)
     for sampler in (unbroken, killed):
         practise(sampler, success, 60)
-    rates = {name: killed.rate(name) for name in NAMES} | {"click-link": (3.0, 9.0)}
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for name in NAMES:
+        ledger.remember_rate(name, killed.rate(name))
+    ledger.remember_rate("click-link", (3.0, 9.0))
+    ledger.commit()
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    rates = ledger.rates()
+    ledger.close()
     restored = make_sampler(ADAPTIVE, 5, G)
-    restored.restore({name: tuple(rate) for name, rate in json.loads(json.dumps(rates)).items()})
+    restored.restore(rates)
     assert practise(restored, success, 200, 60) == practise(unbroken, success, 200, 60)
     fixed = make_sampler(CONFIG, 5, G)
     fixed.restore(rates)
