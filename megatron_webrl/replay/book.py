@@ -93,7 +93,14 @@ class Book:
         self.drops = DropRates()
         self.trajectories = 0
         self.lineage = Lineage(records.ledger.recall("lineage", [(0, 0)]))
-        self.queue = ReplayQueue(config, records, self.lineage, successes_only=successes_only, seed=seed)
+        self.queue = ReplayQueue(
+            config,
+            records,
+            self.lineage,
+            successes_only=successes_only,
+            seed=seed,
+            left=lambda group, reason: self._count(group.attempts, reason, group.task),
+        )
         self.records = records
         self._record_every = record_every
         self._successes_only = successes_only
@@ -324,9 +331,14 @@ class Book:
 
     def _drop(self, attempts: list[Attempt], reason: str, task: Task, trajectory: Trajectory | None = None) -> None:
         self.records.drop(attempts, reason, trajectory)
+        self._count(attempts, reason, task)
+
+    def _count(self, attempts: list[Attempt], reason: str | None, task: Task) -> None:
+        """Train attempts ended, for the drop rates."""
         for attempt in attempts:
             if attempt.lane == Lane.TRAIN:
-                age = max(0.0, time.time() - attempt.issued_at)
+                ended_at = time.time() if attempt.ended_at is None else attempt.ended_at
+                age = max(0.0, ended_at - attempt.issued_at)
                 self.drops.ended(reason, difficulty=task.difficulty, steps=attempt.steps, age_s=age)
 
     def _close(self, group: _Open) -> None:
@@ -362,8 +374,6 @@ class Book:
         elif self.config.dynamic_sampling and not mixed:
             self._drop([a for a, _ in members], "zero_variance", row.task)
             members = []
-        for attempt, _ in members:
-            self.drops.ended(None, difficulty=row.task.difficulty, steps=attempt.steps, age_s=0.0)
         if members:
             self.queue.add(Whole(row.group_id, row.task, [a for a, _ in members], [t for _, t in members], now))
 

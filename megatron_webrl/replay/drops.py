@@ -8,7 +8,9 @@ from bisect import bisect_right
 from collections import Counter, deque
 from typing import NamedTuple
 
-BY_RULE = frozenset(("zero_variance", "not_a_success", "run_ended", "lost_at_restart", "no_longer_practised"))
+BY_RULE = frozenset(
+    ("zero_variance", "not_a_success", "run_ended", "lost_at_restart", "no_longer_practised", "rolled_back")
+)
 """Reasons that are no loss: an algorithm's rule left out a whole result, or the user ended, resumed or changed the run."""
 
 WINDOW = 1000
@@ -27,7 +29,7 @@ AGES_S = ((0, "0-10"), (10, "10-30"), (30, "30-100"), (100, "100-300"), (300, "3
 
 class _Ended(NamedTuple):
     reason: str
-    """Empty if it went to the queue."""
+    """Empty if a batch took it."""
     difficulty: str
     steps: str
     age: str
@@ -47,7 +49,7 @@ class DropRates:
         self._quiet_until = -math.inf
 
     def ended(self, reason: str | None, *, difficulty: int, steps: int, age_s: float) -> None:
-        """A train attempt ended: None if it goes to the queue, else why it was dropped.  steps: that are known of, 0 for an
+        """A train attempt ended: None if a batch takes it, else why it was dropped.  steps: that are known of, 0 for an
         attempt that gave no result; age_s: seconds since it was issued."""
         if reason is not None and reason not in self._reasons:
             if len(self._reasons) < MOST_REASONS:

@@ -8,7 +8,7 @@ Freshness is decided when a batch is taken, by the oldest response token of each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,10 +63,18 @@ class Taken(NamedTuple):
 
 
 class ReplayQueue:
-    """Whole groups.  successes_only: RAFT++, whose batches are counted in successes.  seed: of the order within batches."""
+    """Whole groups.  successes_only: RAFT++, whose batches are counted in successes.  seed: of the order within batches.
+    left: called with each group that leaves the queue and why: None if a batch takes it."""
 
     def __init__(
-        self, config: ReplayConfig, records: Records, lineage: Lineage, *, successes_only: bool, seed: int
+        self,
+        config: ReplayConfig,
+        records: Records,
+        lineage: Lineage,
+        *,
+        successes_only: bool,
+        seed: int,
+        left: Callable[[Whole, str | None], None],
     ) -> None:
         self.config = config
         self.lineage = lineage
@@ -77,6 +85,7 @@ class ReplayQueue:
         self._records = records
         self._successes_only = successes_only
         self._seed = seed
+        self._left = left
         self._groups: dict[int, Whole] = {}
         self._again: dict[int, list[int]] = {}
         """Batches that were rolled back: group ids in their order, by step."""
@@ -165,6 +174,8 @@ class ReplayQueue:
         self.taken = Taken(step, {i: self._groups.pop(i) for i in ids})
         members = [a for group in self.taken.groups.values() for a in group.attempts]
         self._records.ledger.begin_batch(step, ids, version, members)
+        for group in self.taken.groups.values():
+            self._left(group, None)
         return self.taken
 
     def _once_more(self, step: int, position: int) -> list[int] | None:
@@ -209,7 +220,7 @@ class ReplayQueue:
         """The batch of `step` is not trained, for the named reason; a repeat changes nothing."""
         if self.taken is not None and self.taken.step == step:
             for group in self.taken.groups.values():
-                self._drop(group, reason)
+                self._records.drop(group.attempts, reason)
             self._records.ledger.forget_batches(step)
             self.taken = None
 
@@ -220,6 +231,7 @@ class ReplayQueue:
 
     def _drop(self, group: Whole, reason: str) -> None:
         self._records.drop(group.attempts, reason)
+        self._left(group, reason)
 
     # Accounts -------------------------------------------------------------------------------------------------------
 

@@ -609,6 +609,21 @@ def test_groups_that_are_no_longer_practised_are_dropped_at_a_resume(tmp_path: P
     assert book.queue.group_ids == {whole}
 
 
+def test_drop_rates_count_what_is_too_stale_with_its_steps_and_age(tmp_path: Path) -> None:
+    """An attempt ends once, when a batch takes it or it is dropped, in the queue too: staleness hits slow episodes first."""
+    book, records = make_book(tmp_path, eta=1)
+    finish_group(book, (0.0, 1.0), version=0)
+    assert book.drops.row() == {"drops/rate": 0.0}, "it may still become stale"
+    for _ in range(2):
+        finish_group(book, (0.0, 1.0), version=2)
+    assert take(book, 0, 2) is not None
+    row = book.drops.row()
+    assert (row["drops/rate"], row["drops/reason/stale"]) == pytest.approx((1 / 3, 1 / 3))
+    assert records.ledger.account().dropped == {"stale": 2}
+    book.queue.trained(0, 1)
+    assert book.drops.row() == row
+
+
 def test_the_ledger_refuses_an_illegal_transition(tmp_path: Path) -> None:
     records = Records(tmp_path)
     assignment = Assignment(Counting().draw(0), 0, 0, 0, Lane.TRAIN, 0, 1.0, 60)
