@@ -205,7 +205,7 @@ class Coordinator:
                 if warning := self.book.drops.warning(time.monotonic()):
                     log.warning("%s", warning)
                 self.check_account()
-                self._records.commit()
+                self._commit()
         finally:
             await self._server.close()
             if self._recorder is not None:
@@ -277,12 +277,16 @@ class Coordinator:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
         await asyncio.shield(waiting)
 
+    def _commit(self) -> None:
+        self._ledger.remember(trajectories=self.book.trajectories)
+        self._records.commit()
+
     async def _flush(self) -> None:
         """Commit for all who wait, again as long as somebody does; what comes during one commit waits for the next."""
         while (waiting := self._synced) is not None:
             self._synced = None
             try:
-                self._records.commit()
+                self._commit()
                 await asyncio.to_thread(self._records.sync)
             except Exception as error:  # a full disk: nobody is told that it is safe
                 log.exception("the ledger cannot be written")
@@ -387,7 +391,7 @@ class Coordinator:
         self._log_metrics(step, {**metrics, **run_row(self.status()), **account, **self.book.drops.row()})
         self.book.remember()
         lag = [self._lag_sum, self._lag_tokens, self._lag_max]
-        self._ledger.remember(step=step, policy=self.book.policy, lag=lag, trajectories=self.book.trajectories)
+        self._ledger.remember(step=step, policy=self.book.policy, lag=lag)
         self._after_change()
         await self._durable()
 

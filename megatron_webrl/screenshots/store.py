@@ -118,7 +118,11 @@ class ScreenshotStore:
         return self.lacking(digests)
 
     def lacking(self, digests: list[str]) -> list[str]:
-        """Those that are not here."""
+        """Those that are not here; what the disk lost is not."""
+        lost = [digest for digest in digests if self._here(digest) and not self._path(digest).exists()]
+        if lost:
+            log.warning("%d screenshots are lost: %s", len(lost), lost[:3])
+            self._remove(lost)
         return [digest for digest in digests if not self._here(digest)]
 
     def _here(self, digest: str) -> bool:

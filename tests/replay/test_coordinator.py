@@ -34,7 +34,7 @@ from megatron_webrl.trajectory import (
     encode_steps,
     image_digest,
 )
-from megatron_webrl.wire import Client
+from megatron_webrl.wire import Client, RequestTimeout
 from megatron_webrl.wire.messages import (
     Assignments,
     BeginTraining,
@@ -86,7 +86,12 @@ class System:
         self.roles = [self.role, asyncio.create_task(store)]
 
     async def ask(self, message: Any, expect: Any) -> Any:
-        return await self.coordinator.request(message, timeout=10, expect=expect)
+        try:
+            return await self.coordinator.request(message, timeout=10, expect=expect)
+        except RequestTimeout:
+            if self.role.done():
+                self.role.result()
+            raise
 
     async def assign(self, slots: int) -> list[Assignment]:
         found = await self.ask(GetAssignments("w", "s", slots, [a.key for a in self.issued], 0.0), Assignments)
@@ -198,10 +203,10 @@ class SlowWriter(BatchWriter):
 
     finishing, may_finish = threading.Event(), threading.Event()
 
-    def finish(self, version: int, groups: list[Group]) -> Path:
+    def finish(self, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...]) -> Path:
         self.finishing.set()
         assert self.may_finish.wait(10)
-        return super().finish(version, groups)
+        return super().finish(version, groups, lineage)
 
 
 @pytest.fixture
@@ -479,8 +484,8 @@ async def test_screenshots_go_with_the_durable_checkpoint_or_the_drop(start: Sta
 
 
 async def test_a_crowded_store_begins_no_groups_and_asks_for_a_checkpoint(start: Start) -> None:
-    """Images of some 20 bytes: four fifths of 100 bytes hold two groups; the third is not begun until a checkpoint frees them."""
-    system = start({"store_bytes": 100})
+    """Images of 9 bytes: two groups take more than four fifths of 40; the third is not begun until a checkpoint frees them."""
+    system = start({"store_bytes": 40})
     await system.ask(BeginTraining(), Done)
     await system.finish_groups(GROUPS)
     await asyncio.sleep(1.2)
