@@ -233,8 +233,8 @@ class ReplayConfig(Section):
     attempt_limit_s: float = Field(default=7200.0, gt=0)
     """Backstop of an attempt's wall time, waiting for engines included: then it is taken from its worker and issued again."""
     queue_bytes: int = Field(default=4 << 30, gt=0)
-    """Bound of the finished trajectories (their tokens, not their screenshots) that the coordinator keeps in memory until they
-    are trained; when it is reached no new groups begin."""
+    """Bound of the finished trajectories (their tokens, not their screenshots) that are kept on disk until their train step is
+    in a durable checkpoint; when it is reached no new groups begin."""
     screenshot_bytes: int = Field(default=50 << 30, gt=0)
     """Bound of the screenshots on disk, which stay until the checkpoint with their train step is durable: when four fifths
     are in use no new groups begin (and a checkpoint is saved, if that makes room), when all are, uploads wait."""

@@ -24,7 +24,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class BatchRecorder:
-    """Records batches beside what the coordinator does, one at a time, while their screenshots are retained.
+    """Records batches beside what the coordinator does, one at a time, while their screenshots are held.
 
     directory: the run's `batches/`; store: where screenshots come from.
     """

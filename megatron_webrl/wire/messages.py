@@ -377,7 +377,7 @@ class Status(Message):
     metrics: dict[str, float]
     """Of the newest train step."""
     queue_bytes: int
-    """Payloads of finished trajectories that are not trained yet, in the coordinator's memory."""
+    """Payloads of finished trajectories on disk, which are not finally trained yet."""
     store_bytes: int
     """Screenshots on disk."""
 

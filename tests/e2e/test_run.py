@@ -105,6 +105,12 @@ def test_killed_worker_and_engine_are_replaced_and_a_killed_trainer_resumes(demo
         "a browser outlived its worker"
     )
 
+    for role in ("coordinator", "store"):
+        before = pid(role)
+        os.kill(before, signal.SIGKILL)
+        wait_for(lambda role=role, before=before: pid(role) != before, 60, f"new {role}")  # type: ignore[misc]
+        goes_on(2)
+
     identity = json.loads((run_dir / "run.json").read_text())
     (engine,) = [p for p in marked(f"{identity['run_id']}.1/engine-0") if "launch_server" in " ".join(p.cmdline())][:1]
     engine.kill()

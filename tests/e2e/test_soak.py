@@ -276,7 +276,8 @@ class System:
                 pytest.fail(f"{name} ended by itself ({process.exitcode}):\n{log}")
 
     def one_fault(self) -> None:
-        name = self.random.choice(list(self.processes))
+        role = self.random.choice(["coordinator", "store", "trainer", "worker"])
+        name = self.random.choice([name for name in self.processes if name.startswith(role)])
         kind = self.random.choice(["kill", "kill", "stop", "cut", "connections"])
         if kind in ("cut", "connections"):
             name = self.random.choice(list(self.proxies))
@@ -326,7 +327,7 @@ def soak(directory: Path, seconds: float, seed: int, rest_s: float = 8.0) -> Non
         system.driver.request(BeginTraining(), timeout=5, expect=Done, retry_s=AWAY_S)
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
-            time.sleep(system.random.uniform(0.0, 3.0))
+            time.sleep(system.random.uniform(0.0, 2.0))
             system.check()
             system.one_fault()
             with contextlib.suppress(psutil.Error):
