@@ -374,5 +374,6 @@ def test_a_minute_of_faults(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_ten_minutes_of_faults(tmp_path: Path) -> None:
     soak(tmp_path, 600.0, int(os.environ.get("SOAK_SEED", "1")))

@@ -1,0 +1,300 @@
+"""What the coordinator costs: simulated workers over real TCP sockets with CURVE, the ledger and the trajectories on disk.
+
+    python -m benchmarks.coordinator [--seconds 10] [--slots 64 512 2048] [--trajectories 31000] [--json FILE]
+
+The coordinator and the screenshot store are the real processes.  Simulated: workers of 32 slots each whose episodes take no time
+(a slot sends its trajectory, and its next attempt comes with the reply, as in the product), and a trainer that takes every
+batch, fetches all of its trajectories and saves a checkpoint every five steps.  Trajectories have random tokens and no
+screenshots.  The load comes as fast as the machine's other cores make it, so what counts is not the rate but the CPU time of
+the coordinator's process, all threads (sockets and encryption, asyncio, SQLite, fdatasync), over the trajectories it accepted.
+
+Cases SLOTSslots_12kb and SLOTSslots_200kb; `10h` is as many trajectories of 200 KB as the paper's run made in ten hours (3,100
+an hour), at once: memory and disk at the end of each quarter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks._table import report, row
+from megatron_webrl.config import RunConfig, validate
+from megatron_webrl.trajectory import Assignment, Outcome, Step, Trajectory, encode_steps
+from megatron_webrl.wire import BlockingClient, Client, Keys, WireError
+from megatron_webrl.wire.messages import (
+    Assignments,
+    BeginTraining,
+    CheckpointDurable,
+    ClaimVersion,
+    Done,
+    FetchGroups,
+    GetAssignments,
+    GetStatus,
+    Groups,
+    Manifest,
+    Status,
+    StepTrained,
+    Submitted,
+    SubmitTrajectory,
+    Take,
+    TrainerStarted,
+    Version,
+)
+
+SLOTS_A_WORKER = 32
+GROUP_SIZE = 8
+GROUPS_A_MESSAGE = 8
+CHECKPOINT_EVERY = 5
+SIZES = {"12kb": 12 << 10, "200kb": 200 << 10}
+WARM_UP_S = 3.0
+TIMEOUT_S = 30.0
+AWAY_S = 120.0
+PAPERS_TRAJECTORIES_PER_HOUR = 3100
+
+spawn = multiprocessing.get_context("spawn")
+
+
+def configure(directory: Path, slots: int) -> RunConfig:
+    """Room for twice the slots, so that they are never held back."""
+    return validate(
+        {
+            "run_dir": str(directory),
+            "model": {"path": "none"},
+            "tasks": {"names": ["click-test", "focus-text", "enter-text"]},
+            "browser": {"slots": SLOTS_A_WORKER, "workers": slots // SLOTS_A_WORKER},
+            "replay": {
+                "group_size": GROUP_SIZE,
+                "groups_per_step": max(16, slots // GROUP_SIZE),
+                "eta": 2,
+                "max_concurrent_episodes": slots,
+            },
+            "trainer": {"steps": 10**9},
+            "observe": {"trace": False, "record_every": 10**9},
+        },
+        "benchmark",
+    )
+
+
+def coordinator_process(config: RunConfig, address: str, store: str, keys: Keys) -> None:
+    from megatron_webrl.replay import Coordinator
+
+    role = Coordinator(
+        config, run_id="bench", address=address, store_address=store, log_metrics=lambda step, row: None, keys=keys
+    )
+    asyncio.run(role.run())
+
+
+def store_process(config: RunConfig, address: str, keys: Keys) -> None:
+    from megatron_webrl.screenshots import serve_store
+
+    asyncio.run(
+        serve_store(address, "bench", Path(config.run_dir) / "screenshots", config.replay.screenshot_bytes, keys=keys)
+    )
+
+
+def trainer_process(address: str, keys: Keys, version: Any) -> None:
+    """Takes all there is.  version: shared with the workers."""
+    client = BlockingClient(address, "bench", "trainer", keys=keys)
+
+    def ask(message: Any, expect: Any) -> Any:
+        return client.request(message, timeout=TIMEOUT_S, expect=expect, retry_s=AWAY_S)
+
+    step = 0
+    version.value = ask(TrainerStarted(0, -1), Version).version
+    while True:
+        manifest = ask(Take(step, version.value, 2.0), Manifest)
+        if not manifest.ready:
+            continue
+        for first in range(0, len(manifest.group_ids), GROUPS_A_MESSAGE):
+            ask(FetchGroups(manifest.group_ids[first : first + GROUPS_A_MESSAGE]), Groups)
+        version.value = ask(ClaimVersion(version.value), Version).version
+        ask(StepTrained(step, version.value, 1, {}), Done)
+        step += 1
+        if step % CHECKPOINT_EVERY == 0:
+            ask(CheckpointDurable(step), Done)
+
+
+def workers_process(address: str, keys: Keys, workers: int, size: int, version: Any, waits: Any) -> None:
+    """`workers` of them in one event loop.  waits: gets seconds from a finished episode to the slot's next one."""
+    asyncio.run(_workers(address, keys, workers, size, version, waits))
+
+
+async def _workers(address: str, keys: Keys, workers: int, size: int, version: Any, waits: Any) -> None:
+    await asyncio.gather(*(_worker(address, keys, f"worker-{n}", size, version, waits) for n in range(workers)))
+
+
+async def _worker(address: str, keys: Keys, name: str, size: int, version: Any, waits: Any) -> None:
+    client = Client(address, "bench", name, keys=keys)
+    payload = encode_steps([Step(b"", [], os.urandom(size), b"", b"", "stop", "", None)])
+    running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+    seen = 0
+
+    def start(assignment: Assignment) -> None:
+        if assignment.key not in running:
+            running[assignment.key] = asyncio.create_task(slot(assignment))
+
+    async def slot(assignment: Assignment) -> None:
+        nonlocal seen
+        began = time.time()
+        success = assignment.sample_index % 2 == 0
+        outcome = Outcome.SUCCESS if success else Outcome.FAILURE
+        trajectory = Trajectory(
+            assignment, outcome, "scripted", float(success), 10, 100, 1000, version.value, version.value, [], name, began,
+            began, payload,
+        )  # fmt: skip
+        message = SubmitTrajectory(trajectory, name, "session", more=True)
+        following: list[Assignment] = []
+        with contextlib.suppress(WireError):
+            following = (await client.request(message, timeout=TIMEOUT_S, expect=Submitted)).assignments
+        del running[assignment.key]
+        for next_one in following:
+            seen += 1
+            if seen % 64 == 0:
+                waits.put(time.time() - began)
+            start(next_one)
+
+    while True:
+        free = SLOTS_A_WORKER - len(running)
+        message = GetAssignments(name, "session", free, list(running), 1.0 if free else 0.0)
+        try:
+            for assignment in (await client.request(message, timeout=TIMEOUT_S, expect=Assignments)).assignments:
+                start(assignment)
+        except WireError:
+            continue
+        await asyncio.sleep(0.5)
+
+
+@contextlib.contextmanager
+def system(directory: Path, slots: int, size: int) -> Iterator[tuple[psutil.Process, BlockingClient, Any]]:
+    """All processes at work: (the coordinator's, a client of it, the queue of waits)."""
+    from megatron_webrl.launch.cluster import free_port
+
+    config, keys = configure(directory, slots), Keys.make()
+    directory.mkdir()
+    address, store = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    client_keys = keys.for_client()
+    version, waits = spawn.Value("i", -1), spawn.Queue(100_000)
+    workers = max(1, slots // SLOTS_A_WORKER)
+    started = []
+    client = BlockingClient(address, "bench", "driver", keys=client_keys)
+    try:
+        for function, arguments in (
+            (store_process, (config, store, keys)),
+            (coordinator_process, (config, address, store, keys)),
+            (trainer_process, (address, client_keys, version)),
+            (workers_process, (address, client_keys, workers, size, version, waits)),
+        ):
+            started.append(spawn.Process(target=function, args=arguments, daemon=True))
+            started[-1].start()
+        client.request(BeginTraining(), timeout=5.0, expect=Done, retry_s=AWAY_S)
+        yield psutil.Process(started[1].pid), client, waits
+    finally:
+        client.close()
+        for process in started:
+            process.kill()
+            process.join(10)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def measure(directory: Path, slots: int, size: int, seconds: float) -> dict[str, float]:
+    with system(directory, slots, size) as (process, client, waits):
+        time.sleep(WARM_UP_S)
+        while not waits.empty():
+            waits.get()
+        before, cpu, began = _status(client), _cpu(process), time.monotonic()
+        time.sleep(seconds)
+        after, took = _status(client), time.monotonic() - began
+        used = _cpu(process) - cpu
+        done = after.trajectories - before.trajectories
+        found = []
+        while not waits.empty():
+            found.append(waits.get())
+        if done < slots or not found:
+            raise SystemExit(f"{slots} slots: only {done} trajectories in {took:.0f} s")
+        found.sort()
+        return {
+            "trajectories_per_hour": done / took * 3600,
+            "cpu_microseconds_per_trajectory": used / done * 1e6,
+            "rss_bytes": float(process.memory_info().rss),
+            "assignment_p50_ms": found[len(found) // 2] * 1e3,
+            "assignment_p99_ms": found[int(len(found) * 0.99)] * 1e3,
+            "coordinator_busy": used / took,
+        }
+
+
+UNITS = {
+    "trajectories_per_hour": "1/h",
+    "cpu_microseconds_per_trajectory": "µs",
+    "rss_bytes": "bytes",
+    "assignment_p50_ms": "ms from the end of an episode",
+    "assignment_p99_ms": "ms from the end of an episode",
+    "coordinator_busy": "cores",
+}
+
+
+def endurance(directory: Path, trajectories: int) -> list[dict[str, Any]]:
+    """Memory and disk at the end of each quarter of so many trajectories."""
+    rows = []
+    with system(directory, 512, SIZES["200kb"]) as (process, client, waits):
+        for quarter in range(1, 5):
+            deadline = time.monotonic() + 600
+            while _status(client).trajectories < trajectories * quarter // 4:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{trajectories // 4} trajectories took more than 600 s")
+                time.sleep(0.5)
+                while not waits.empty():
+                    waits.get()
+            disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+            rows.append(row("10h", f"rss_bytes_q{quarter}", process.memory_info().rss, "bytes"))
+            rows.append(row("10h", f"disk_bytes_q{quarter}", disk, "bytes, ledger and trajectories"))
+        rows.append(row("10h", "trajectories", _status(client).trajectories, ""))
+    return rows
+
+
+def _status(client: BlockingClient) -> Status:
+    return client.request(GetStatus(), timeout=TIMEOUT_S, expect=Status, retry_s=AWAY_S)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument(
+        "--trajectories", type=int, default=10 * PAPERS_TRAJECTORIES_PER_HOUR, help="of the case 10h; 0 leaves it out"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="mwebrl-bench-"))
+    rows = []
+    try:
+        for slots in arguments.slots:
+            for name, size in SIZES.items():
+                measured = measure(directory / f"{slots}-{name}", slots, size, arguments.seconds)
+                rows += [
+                    row(f"{slots}slots_{name}", metric, value, UNITS[metric]) for metric, value in measured.items()
+                ]
+        if arguments.trajectories:
+            rows += endurance(directory / "10h", arguments.trajectories)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    report(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
