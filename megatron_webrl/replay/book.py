@@ -144,7 +144,8 @@ class Book:
         self._open[row.lane][row.group_id] = group
         for attempt in newest.values():
             if attempt.state == "running":
-                self._lease(group, attempt, now)
+                assignment = self._assignment(group.row, attempt.sample_index, attempt.attempt)
+                self._lease(assignment, group, attempt, now)
             elif attempt.state == "queued":
                 group.attempts[attempt.sample_index] = attempt
         try:
@@ -179,7 +180,7 @@ class Book:
             sample, number = group.pending.popleft()
             assignment = self._assignment(group.row, sample, number)
             attempt = self.records.ledger.issue(assignment, worker, session, policy=self.policy, at=time.time())
-            self._lease(group, attempt, now)
+            self._lease(assignment, group, attempt, now)
             group.deadline = now + self._deadline_s
             out.append(assignment)
         return out
@@ -196,8 +197,7 @@ class Book:
             deadline_s=self._deadline_s,
         )
 
-    def _lease(self, group: _Open, attempt: Attempt, now: float) -> None:
-        assignment = self._assignment(group.row, attempt.sample_index, attempt.attempt)
+    def _lease(self, assignment: Assignment, group: _Open, attempt: Attempt, now: float) -> None:
         lease = _Lease(assignment, attempt, group, now, now)
         self._leases[attempt.key] = group.leases[attempt.key] = lease
         self._of_worker.setdefault(attempt.worker, {})[attempt.key] = lease

@@ -275,7 +275,7 @@ class Coordinator:
         waiting = self._synced
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
-        await asyncio.shield(waiting)
+        await waiting
 
     def _commit(self) -> None:
         self._ledger.remember(trajectories=self.book.trajectories)
@@ -290,9 +290,11 @@ class Coordinator:
                 await asyncio.to_thread(self._records.sync)
             except Exception as error:  # a full disk: nobody is told that it is safe
                 log.exception("the ledger cannot be written")
-                waiting.set_exception(error)
+                if not waiting.done():  # given up, with all the server's requests
+                    waiting.set_exception(error)
             else:
-                waiting.set_result(None)
+                if not waiting.done():
+                    waiting.set_result(None)
         self._flushing = None
 
     # Trainer --------------------------------------------------------------------------------------------------------

@@ -36,12 +36,14 @@ class Whole:
     attempts: list[Attempt]
     envelopes: list[Trajectory]
     completed_at: float
+    _oldest: tuple[int | None] | None = None
 
     def oldest(self, lineage: Lineage) -> int | None:
-        """Position of the oldest response token; None without any."""
-        return min(
-            (lineage.oldest(t.min_version, t.max_version) for t in self.envelopes if t.min_version >= 0), default=None
-        )
+        """Position of the oldest response token, which no later publication changes; None without any."""
+        if self._oldest is None:
+            positions = (lineage.oldest(t.min_version, t.max_version) for t in self.envelopes if t.min_version >= 0)
+            self._oldest = (min(positions, default=None),)
+        return self._oldest[0]
 
     @property
     def tokens(self) -> int:

@@ -37,6 +37,8 @@ class Spool:
         self._segment_bytes = segment_bytes
         self._live: dict[int, int] = {}
         """Wanted records of each file."""
+        self._reading: int | None = None
+        """The file that was read last is kept open."""
         directory.mkdir(parents=True, exist_ok=True)
         for location in live:
             self._live[location.segment] = self._live.get(location.segment, 0) + 1
@@ -69,12 +71,14 @@ class Spool:
     def read(self, location: Location) -> bytes:
         """A record.  Raises SpoolDamaged if it is not whole there."""
         try:
-            with self._path(location.segment).open("rb", buffering=0) as file:
-                file.seek(location.offset)
-                data = file.read(location.length)
+            if self._reading != location.segment:
+                self._stop_reading()
+                self._read_file = os.open(self._path(location.segment), os.O_RDONLY)
+                self._reading = location.segment
+            data = os.pread(self._read_file, location.length, location.offset)
         except OSError as error:
             raise SpoolDamaged(f"{self._path(location.segment)}: {error.strerror}") from None
-        if len(data or b"") != location.length:
+        if len(data) != location.length:
             raise SpoolDamaged(f"{self._path(location.segment)} ends before {location}")
         return data
 
@@ -90,6 +94,7 @@ class Spool:
             os.fdatasync(self._file)
 
     def close(self) -> None:
+        self._stop_reading()
         os.close(self._file)
         if not self._live.get(self._segment):
             self._path(self._segment).unlink(missing_ok=True)
@@ -98,9 +103,16 @@ class Spool:
         self._segment, self._offset = segment, 0
         self._file = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading = None
+            os.close(self._read_file)
+
     def _remove_if_dead(self, segment: int) -> None:
         if segment != self._segment and not self._live.get(segment):
             self._live.pop(segment, None)
+            if segment == self._reading:
+                self._stop_reading()
             self._path(segment).unlink(missing_ok=True)
 
     def _path(self, segment: int) -> Path:

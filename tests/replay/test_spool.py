@@ -48,7 +48,7 @@ def test_what_the_disk_lost_is_said(tmp_path: Path) -> None:
         spool.read(location)
     (tmp_path / "00000001.spool").unlink()
     with pytest.raises(SpoolDamaged, match="No such file"):
-        spool.read(location)
+        Spool(tmp_path, [location]).read(location)
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
