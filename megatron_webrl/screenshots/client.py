@@ -57,9 +57,11 @@ async def fetch(client: Client, digests: Sequence[str], *, timeout: float) -> di
     left = list(dict.fromkeys(digests))
     deadline = asyncio.get_running_loop().time() + timeout
     while left:
+        asked = left[:IMAGES_A_MESSAGE]
         wait = max(0.0, deadline - asyncio.get_running_loop().time())
-        reply = await client.request(GetImages(left[:IMAGES_A_MESSAGE]), timeout=wait, expect=Images)
-        missing = _take(reply, left[:IMAGES_A_MESSAGE], found)
+        once = min(wait, REQUEST_TIMEOUT_S)
+        reply = await client.request(GetImages(asked), timeout=once, expect=Images, retry_s=wait - once)
+        missing = _take(reply, asked, found)
         if missing:
             raise ImagesMissing(f"the screenshot store lacks {len(missing)} of them: {missing[:3]}")
         left = [digest for digest in left if digest not in found]
