@@ -13,8 +13,9 @@ import pytest
 from ranks import picture
 
 from megatron_webrl.processor import Processor
+from megatron_webrl.screenshots import IMAGES_A_MESSAGE, fetch_images
 from megatron_webrl.trainer.pixels import PixelStore
-from megatron_webrl.trainer.prefetch import IMAGES_A_MESSAGE, Prefetcher, fetch_images
+from megatron_webrl.trainer.prefetch import Prefetcher
 from megatron_webrl.trajectory import image_digest
 from megatron_webrl.wire import BlockingClient, Server
 from megatron_webrl.wire.messages import GetImages, Images, ListUpcoming, Upcoming
@@ -72,7 +73,7 @@ def start(
     queue: FakeQueueAndStore, pixels: PixelStore, version: int = 3, shard: int = 0, shards: int = 1
 ) -> Prefetcher:
     addresses = {"coordinator_address": queue.address, "store_address": queue.address}
-    place = {"run_id": "run", "name": f"prefetch-{shard}", "shard": shard, "shards": shards}
+    place = {"run_id": "run", "keys": None, "name": f"prefetch-{shard}", "shard": shard, "shards": shards}
     return Prefetcher(pixels, **addresses, **place, version=lambda: version)
 
 
