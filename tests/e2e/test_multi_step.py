@@ -103,7 +103,7 @@ async def collect(config: RunConfig, directory: Path) -> tuple[list[Group], dict
     engine = Server(at["engine"], "run", {Generate: fake.generate})
     await engine.start()
     roles = [
-        asyncio.create_task(serve_store(at["store"], "run", 1 << 28)),
+        asyncio.create_task(serve_store(at["store"], "run", directory / "screenshots", 1 << 28)),
         asyncio.create_task(
             Coordinator(
                 config,

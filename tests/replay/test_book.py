@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -633,6 +634,6 @@ def test_the_ledger_refuses_an_illegal_transition(tmp_path: Path) -> None:
     records.drop([attempt], "test")
     with pytest.raises(IllegalTransition, match="dropped: it cannot become queued"):
         records.keep(attempt, result(assignment, 1.0))
+    records.ledger.issue(again := msgspec.structs.replace(assignment, attempt=1), "w", "s", policy=0, at=0.0)
     with pytest.raises(IllegalTransition, match="issued twice"):
-        for _ in "ab":
-            records.ledger.issue(assignment, "w", "s", policy=0, at=0.0)
+        records.ledger.issue(again, "w", "s", policy=0, at=0.0)
