@@ -125,7 +125,7 @@ def test_trajectory_survives_the_wire(outcome, lane, reward, payload, key):
     assert again.assignment.key == key
 
 
-def test_digest_is_blake2b_of_16_bytes():
-    """RFC 7693's algorithm with a digest of 16 bytes; other bytes, other name."""
-    assert image_digest(b"") == "cae66941d9efbd404e4d88758ea67670"
+def test_digest_is_the_first_half_of_sha_256():
+    """FIPS 180-4's algorithm, its first 16 bytes in hexadecimal; other bytes, other name."""
+    assert image_digest(b"") == "e3b0c44298fc1c149afbf4c8996fb924"
     assert image_digest(b"a") != image_digest(b"b")

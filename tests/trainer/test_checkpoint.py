@@ -82,7 +82,7 @@ def test_resumed_equals_unbroken(
     assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
     trainer.save(tmp_path / "checkpoint", {"step": 2})
-    assert trainer.load(tmp_path / "checkpoint") == ({"step": 2}, None)
+    assert trainer.load(tmp_path / "checkpoint") == {"step": 2}
     beside = {p.name for p in deep_model_dir.iterdir()} - {"model.safetensors"}
     assert {p.name for p in (tmp_path / "checkpoint" / "hf").iterdir()} == beside >= {"config.json", "tokenizer.json"}
 
@@ -237,7 +237,7 @@ def test_a_killed_save_is_never_taken_for_whole(when: str, deep_model_dir: Path,
     newest = newest_checkpoint(tmp_path)
     assert newest == checkpoint_path(tmp_path, 1)
     trainer = make(deep_model_dir)
-    assert trainer.load(newest).state == {"step": 1}
+    assert trainer.load(newest) == {"step": 1}
     trainer.save(checkpoint_path(tmp_path, 3), {"step": 3})
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000001", "step-000003"]
 
