@@ -19,6 +19,7 @@ from megatron_webrl.browser import SCALE, BrowserFault, PageError, PageTimeout
 from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.processor import Processor
+from megatron_webrl.screenshots import image_file, write_image
 from megatron_webrl.tasks import MiniWob, MiniWobEpisode, Observation, has_oracle
 from megatron_webrl.trajectory import Assignment, Lane, Outcome, Task, Trajectory
 from megatron_webrl.wire.messages import Generated
@@ -111,11 +112,11 @@ async def demonstrate(
 
 
 def save_demonstrations(directory: Path, trajectories: Sequence[Trajectory], images: dict[str, bytes]) -> None:
-    """Write demonstrations.msgpack and images/DIGEST.png."""
+    """Write demonstrations.msgpack and images/DIGEST.png (or .jpg)."""
     folder = directory / IMAGES_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for digest, data in images.items():
-        (folder / f"{digest}.png").write_bytes(data)
+        write_image(folder, digest, data)
     (directory / TRAJECTORIES_FILE).write_bytes(msgspec.msgpack.encode(list(trajectories)))
 
 
@@ -124,7 +125,7 @@ def load_demonstrations(directory: Path) -> tuple[list[Trajectory], dict[str, by
     try:
         trajectories = msgspec.msgpack.decode((directory / TRAJECTORIES_FILE).read_bytes(), type=list[Trajectory])
         digests = {d for t in trajectories for d in t.digests}
-        return trajectories, {d: (directory / IMAGES_FOLDER / f"{d}.png").read_bytes() for d in sorted(digests)}
+        return trajectories, {d: image_file(directory / IMAGES_FOLDER, d).read_bytes() for d in sorted(digests)}
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(f"demonstrations={directory}: {error}: record them again") from None
 

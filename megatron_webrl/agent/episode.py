@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ from megatron_webrl.browser import BrowserFault, PageError, PageTimeout
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineUnreachable
 from megatron_webrl.processor import Processor
+from megatron_webrl.screenshots import image_size
 from megatron_webrl.tasks import Episode, Observation
 from megatron_webrl.trajectory import (
     INT32,
@@ -206,7 +206,7 @@ class _Run:
 
     def _see(self, screenshot: bytes) -> ImageRef:
         """Move the window of screenshots on."""
-        width, height = struct.unpack(">II", screenshot[16:24])  # of PNG's first chunk
+        width, height = image_size(screenshot)
         image = ImageRef(image_digest(screenshot), width, height, self._processor.grid(width, height))
         self._window = [*self._window, image][-self._config.agent.history_images :]
         return image

@@ -43,6 +43,9 @@ class Page:
         self.timeout_s = config.action_timeout_s
         clip = {"x": 0, "y": 0, "width": config.view[0], "height": config.view[1], "scale": 1}
         self._clip = None if config.view == config.viewport else clip
+        self._encoding: dict[str, Any] = {"format": config.screenshot_format}
+        if config.screenshot_format == "jpeg":
+            self._encoding["quality"] = config.jpeg_quality
         self._crashed = False
 
     @classmethod
@@ -131,10 +134,11 @@ class Page:
             return await self.call(self.raw.evaluate(script, argument))
 
     async def screenshot(self, scroll: tuple[float, float] = (0, 0)) -> bytes:
-        """PNG of what the agent sees.  scroll: offset of the document, CSS pixels, as the page tells it."""
+        """What the agent sees, encoded as `browser.screenshot_format` says.  scroll: offset of the document, CSS pixels, as the
+        page tells it."""
         if self._cdp is None:
             raise BrowserFault("the page is closed")
-        options: dict[str, Any] = {"format": "png"}
+        options = dict(self._encoding)
         if self._clip:
             options["clip"] = {**self._clip, "x": scroll[0], "y": scroll[1]}
         answer = await self.call(self._cdp.send("Page.captureScreenshot", options))

@@ -13,12 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron_webrl.screenshots import is_jpeg
 from megatron_webrl.trajectory import FLOAT32, INT32, pack, unpack
 from megatron_webrl.wire.messages import Generate, Generated
 
 IMAGE_CACHE_BYTES = 64 << 20
 NEVER = -1e4
 """Added to the logit of a token that is never sampled; its probability is exactly 0 in float32 (JSON knows no −inf)."""
+AFTER_JPEG = b"\0"
+"""Decoders ignore it.  But SGLang on a GPU gives what ends as a JPEG must to nvJPEG, whose pixels are not those of PIL, which
+the trainer and SGLang otherwise decode with."""
 
 
 class ServingGate:
@@ -99,7 +103,7 @@ def request_body(message: Generate, images: Sequence[bytes]) -> dict[str, Any]:
         "return_logprob": True,
     }
     if images:
-        body["image_data"] = [base64.b64encode(data).decode() for data in images]
+        body["image_data"] = [base64.b64encode(data + AFTER_JPEG * is_jpeg(data)).decode() for data in images]
     return body
 
 

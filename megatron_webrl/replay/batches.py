@@ -2,7 +2,7 @@
 
 batches/step-000150/manifest.json      step, policy version, group ids and their tokens
 batches/step-000150/groups.msgpack     the groups with their payloads, as they crossed the wire
-batches/step-000150/images/DIGEST.png  every screenshot that they refer to
+batches/step-000150/images/DIGEST.png  every screenshot that they refer to, or .jpg
 
 Steps are numbered as in metrics.jsonl and checkpoints/: the first is 1.  A batch appears whole or not at all.
 """
@@ -18,6 +18,7 @@ import msgspec
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
+from megatron_webrl.screenshots import image_file, write_image
 from megatron_webrl.trajectory import Group, image_digest
 
 FORMAT = 1
@@ -48,7 +49,7 @@ class BatchWriter:
     def add_images(self, images: Mapping[str, bytes]) -> None:
         """Encoded screenshots by digest."""
         for digest, data in images.items():
-            _image(self._partial, digest).write_bytes(data)
+            write_image(self._partial / IMAGES_FOLDER, digest, data)
 
     def finish(self, version: int, groups: list[Group], lineage: tuple[tuple[int, int], ...] = ((0, 0),)) -> Path:
         """The batch is whole, all its screenshots were added: it appears under its name, which is returned.
@@ -97,7 +98,7 @@ class RecordedBatch(NamedTuple):
         """Those screenshots.  Raises UserError if one is missing or altered."""
         found = {}
         for digest in digests:
-            file = _image(self.folder, digest)
+            file = image_file(self.folder / IMAGES_FOLDER, digest)
             try:
                 found[digest] = file.read_bytes()
             except OSError as error:
@@ -167,10 +168,6 @@ def _folder(directory: Path, step: int) -> Path:
 def _folders(directory: Path) -> list[tuple[int, Path]]:
     found = [(f.name.removeprefix("step-"), f) for f in directory.glob("step-*")]
     return sorted((int(step), folder) for step, folder in found if step.isdigit())
-
-
-def _image(folder: Path, digest: str) -> Path:
-    return folder / IMAGES_FOLDER / f"{digest}.png"
 
 
 def _broken(folder: Path, problem: str) -> UserError:

@@ -1,7 +1,7 @@
 """What a run keeps of its rollouts: every n-th group as files that anything opens, and whole batches (see `batches`).
 
 trajectories/group-000150/group.json                    task, and per trajectory its outcome, reward, steps
-trajectories/group-000150/images/DIGEST.png
+trajectories/group-000150/images/DIGEST.png              or .jpg (browser.screenshot_format)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_webrl.errors import UserError
 from megatron_webrl.replay.batches import BatchWriter
-from megatron_webrl.screenshots import fetch
+from megatron_webrl.screenshots import fetch, write_image
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, Step, Trajectory, decode_steps, unpack
 from megatron_webrl.wire import Client
 
@@ -100,7 +100,7 @@ def record_group(directory: Path, group: Group, images: dict[str, bytes]) -> Pat
     folder = directory / f"group-{group.group_id:06d}"
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for digest, data in images.items():
-        (folder / "images" / f"{digest}.png").write_bytes(data)
+        write_image(folder / "images", digest, data)
     task = {name: getattr(group.task, name) for name in group.task.__struct_fields__}
     content = {"group_id": group.group_id, "task": task, "trajectories": [_trajectory(t) for t in group.trajectories]}
     (folder / "group.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

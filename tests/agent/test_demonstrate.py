@@ -17,10 +17,13 @@ from megatron_webrl.tasks import demonstration_tasks
 from megatron_webrl.trajectory import Outcome, Task, decode_steps
 
 
+@pytest.mark.parametrize(("encoding", "suffix"), [("png", "png"), ("jpeg", "jpg")])
 async def test_demonstrations_are_recorded_saved_and_read_back(
-    config: RunConfig, processor: Processor, tmp_path: Path
+    config: RunConfig, processor: Processor, tmp_path: Path, encoding: str, suffix: str
 ) -> None:
     """Scripts go through the agent's own path; only what the page rewarded is kept; coordinates are coarse."""
+    browser = config.browser.model_copy(update={"screenshot_format": encoding})
+    config = config.model_copy(update={"browser": browser})
     progress: list[tuple[int, int]] = []
     tasks = demonstration_tasks(config.tasks)
     trajectories, images = await demonstrate(config, processor, tasks, lambda *done: progress.append(done))
@@ -36,7 +39,7 @@ async def test_demonstrations_are_recorded_saved_and_read_back(
             assert all(c % 20 == 0 and c < 1000 for c in step.action["coordinate"])
     save_demonstrations(tmp_path, trajectories, images)
     assert load_demonstrations(tmp_path) == (trajectories, images)
-    next((tmp_path / "images").glob("*.png")).unlink()
+    next((tmp_path / "images").glob(f"*.{suffix}")).unlink()
     with pytest.raises(UserError, match="record them again"):
         load_demonstrations(tmp_path)
     assert processes_below() == []

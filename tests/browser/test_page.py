@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
-from megatron_webrl.browser import Page, PageError, PagePool, PageTimeout, perform
+from megatron_webrl.browser import AllowList, Page, PageError, PagePool, PageTimeout, perform
+from megatron_webrl.config import BrowserConfig
+from megatron_webrl.screenshots import image_size, is_jpeg
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,6 +66,28 @@ async def test_the_screenshot_is_the_view_at_its_scroll_offset(page: Page) -> No
     await page.evaluate("() => document.body.style.height = '2000px'")
     await page.evaluate("() => scrollTo(0, 880)")
     assert Image.open(io.BytesIO(await page.screenshot((0, 880)))).convert("RGB").getpixel((10, 30)) == (255, 0, 0)
+
+
+async def test_screenshots_are_encoded_as_configured(site: Path, config: BrowserConfig) -> None:
+    """The same view each time, and the same bytes for the same view: an unchanged page is seen as unchanged."""
+    gradient = "() => document.body.style.background = 'linear-gradient(45deg, red, blue)'"
+    taken = []
+    for encoding, quality in (("png", 90), ("jpeg", 90), ("jpeg", 30)):
+        settings = config.model_copy(update={"screenshot_format": encoding, "jpeg_quality": quality})
+        pool = PagePool(settings, AllowList(folders=(site,)))
+        page = await pool.acquire("site")
+        await page.goto((site / "index.html").as_uri())
+        await page.evaluate(gradient)
+        data, again = await page.screenshot(), await page.screenshot()
+        await pool.close()
+        assert data == again
+        assert image_size(data) == (160, 100)
+        assert is_jpeg(data) == (encoding == "jpeg")
+        taken.append(data)
+    png, fine, coarse = (Image.open(io.BytesIO(data)).convert("RGB") for data in taken)
+    errors = [max(ImageStat.Stat(ImageChops.difference(png, jpeg)).mean) for jpeg in (fine, coarse)]
+    assert 0 < errors[0] < errors[1] < 5
+    assert len(taken[2]) < len(taken[1])
 
 
 REFUSED = (

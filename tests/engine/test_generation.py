@@ -7,7 +7,14 @@ import base64
 import numpy as np
 import pytest
 
-from megatron_webrl.engine.generation import ImageCache, ServingGate, read_reply, request_body, token_versions
+from megatron_webrl.engine.generation import (
+    AFTER_JPEG,
+    ImageCache,
+    ServingGate,
+    read_reply,
+    request_body,
+    token_versions,
+)
 from megatron_webrl.trajectory import FLOAT32, INT32, pack, unpack
 from megatron_webrl.wire.messages import Generate
 
@@ -87,6 +94,13 @@ def test_request_body():
     assert (sampling["top_p"], sampling["top_k"], sampling["stop_token_ids"]) == (1.0, -1, [2])
     assert 0 <= sampling["sampling_seed"] < 2**31
     assert "image_data" not in request_body(message(), [])
+
+
+def test_a_jpeg_is_marked_for_the_decoder_of_the_trainer():
+    """By one byte after its end; a PNG is sent as it is."""
+    jpeg = b"\xff\xd8\xff\xe0pixels\xff\xd9"
+    data = request_body(message(), [jpeg, b"png"])["image_data"]
+    assert [base64.b64decode(image) for image in data] == [jpeg + AFTER_JPEG, b"png"]
 
 
 def reply(finish: str) -> dict:

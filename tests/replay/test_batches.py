@@ -13,7 +13,8 @@ from megatron_webrl.replay import BatchWriter, choose_batches, read_batches
 from megatron_webrl.replay.batches import remove_batches
 from megatron_webrl.trajectory import Assignment, Group, Lane, Outcome, Task, Trajectory, encode_steps, image_digest
 
-IMAGES = {image_digest(data): data for data in (b"one", b"two", b"three")}
+JPEG = b"\xff\xd8\xff three"
+IMAGES = {image_digest(data): data for data in (b"one", b"two", JPEG)}
 
 
 def group(group_id: int, *, digests: list[str], tokens: int = 7) -> Group:
@@ -59,7 +60,7 @@ def test_what_is_recorded_is_read_back_in_order_of_steps(tmp_path: Path) -> None
     assert (early.step, early.version, early.group_ids, early.costs) == (2, 4, [7, 5], [15, 41])
     assert (late.step, late.version) == (10, 12)
     assert early.groups([5]) == [groups[1]] and early.groups([7, 5]) == groups
-    assert early.images([third, first]) == {third: b"three", first: b"one"}
+    assert early.images([third, first]) == {third: JPEG, first: b"one"}
 
 
 def test_a_batch_appears_whole_or_not_at_all_and_replaces_an_earlier_one(tmp_path: Path) -> None:
