@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
@@ -188,7 +189,7 @@ class Coordinator:
 
     async def run(self) -> None:
         """Serve until cancelled.  Raises AccountError if the account ever fails to balance, what `BatchRecorder.check`
-        raises, UserError if the bounds leave no way on, and (rollout_only) BatchTimeout."""
+        raises, UserError if the bounds leave no way on or the disk takes nothing more, and (rollout_only) BatchTimeout."""
         await self._server.start()
         try:
             while True:
@@ -278,8 +279,14 @@ class Coordinator:
         await waiting
 
     def _commit(self) -> None:
-        self._ledger.remember(trajectories=self.book.trajectories)
-        self._records.commit()
+        """Raises UserError if the disk does not take it: what is in memory is then ahead of what is safe, and the run ends."""
+        try:
+            self._ledger.remember(trajectories=self.book.trajectories)
+            self._records.commit()
+        except (OSError, sqlite3.OperationalError) as error:
+            raise UserError(
+                f"run_dir={self._run_dir}: the ledger cannot be written ({error}): make room there, then go on with --resume"
+            ) from None
 
     async def _flush(self) -> None:
         """Commit for all who wait, again as long as somebody does; what comes during one commit waits for the next."""
