@@ -25,6 +25,15 @@ def test_on_a_cpu_every_role_is_there_once() -> None:
     assert all(name in describe(roles, c) for name in names)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_those_that_serve_have_an_address_of_their_own(transport: str) -> None:
+    roles = place(config(wire={"transport": transport}, engine={"hosts": 3}), Path("/tmp/x"), [])
+    serving = [r.address for r in roles if r.name.startswith(("store", "coordinator", "engine"))]
+    assert len(set(serving)) == len(serving) == 5
+    assert all(a.startswith("ipc:///tmp/x/" if transport == "ipc" else "tcp://127.0.0.1:") for a in serving)
+    assert not any(r.address for r in roles if r.name.startswith(("worker", "trainer")))
+
+
 @pytest.mark.parametrize(
     ("gpus", "trainer", "engines"), [(4, [0, 1], [2, 3]), (2, [0, 1], [0, 1]), (3, [0, 1], [2, 0])]
 )
