@@ -275,6 +275,7 @@ class ScreenshotStore:
                 raise
             return
         self._left.append(self._path(pack))
+        self.bytes += sum(map(len, data)) - sum(size for _, _, size in rest)
         rows = [(*place, digest) for place, (digest, _, _) in zip(places, rest, strict=True)]
         self._db.executemany("UPDATE images SET pack=?, position=?, bytes=? WHERE digest=?", rows)
 

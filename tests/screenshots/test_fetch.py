@@ -176,7 +176,7 @@ async def test_what_does_not_match_its_name_is_missing(tmp_path: Path) -> None:
 
     server = Server(f"ipc://{tmp_path}/liar", "run", {GetImages: lie})
     await server.start()
-    ask, blocking = (kind(server.address, "run", "asker") for kind in (Client, BlockingClient))
+    ask, blocking = Client(server.address, "run", "asker"), BlockingClient(server.address, "run", "trainer")
     assert await asyncio.to_thread(fetch_images, blocking, [good, bad, "none"]) == (images(10), [bad, "none"])
     for digests in ([good, bad], ["none"]):
         with pytest.raises(ImagesMissing, match=digests[-1]):
@@ -219,7 +219,7 @@ async def test_a_store_that_is_killed_keeps_what_it_acknowledged(
     acknowledged: dict[str, bytes] = {}
     stop = asyncio.Event()
     process = start()
-    ask, blocking = (kind(address, "run", "asker") for kind in (Client, BlockingClient))
+    ask, blocking = Client(address, "run", "asker"), BlockingClient(address, "run", "trainer")
     try:
         await until(lambda s: True, ask)
         uploads = [asyncio.create_task(upload_all(first)) for first in range(4)]

@@ -318,6 +318,18 @@ def test_packs_that_are_gone_or_cut_are_missing(tmp_path: Path) -> None:
     assert store.get([*gone, *cut, *whole]) == (gone | cut | whole, [])
 
 
+def test_a_cut_pack_that_is_moved_counts_as_what_is_left_of_it(tmp_path: Path) -> None:
+    store = ScreenshotStore(tmp_path, 100)
+    own, shared = named(b"own"), named(b"shared")
+    add(store, OWNER, own | shared)
+    store.claim(OTHER, list(shared))
+    next(tmp_path.glob("*.pack")).write_bytes(b"ownsh")
+    store.release([OWNER])
+    assert store.state().bytes == on_disk(tmp_path) == len(b"sh")
+    assert store.get(list(shared)) == ({}, list(shared))
+    assert store.state().bytes == on_disk(tmp_path) == 0
+
+
 def test_a_directory_that_is_of_no_use_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be opened.*replay\.screenshot_dir"):
