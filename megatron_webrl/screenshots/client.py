@@ -18,7 +18,7 @@ PUT_TIMEOUT_S = 40.0
 STORE_AWAY_S = 60.0
 """So long a fetch is repeated: a killed store is back in some seconds."""
 IMAGES_A_MESSAGE = 32
-BYTES_A_MESSAGE = 16 << 20
+BYTES_A_MESSAGE = 16384 << 10
 
 
 class ImagesMissing(WireError):

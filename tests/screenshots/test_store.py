@@ -148,7 +148,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(digest=st.sampled_from(sorted(IMAGES)))
     def damage(self, digest: str) -> None:
         if digest in self.images:
-            pack, position, _ = self.store._place(digest)
+            place = self.store._place(digest)
+            assert place
+            pack, position, _ = place
             with (self.directory / f"{pack}.pack").open("r+b") as file:
                 file.seek(position)
                 file.write(b"\xff")
