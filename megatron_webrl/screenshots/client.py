@@ -13,6 +13,7 @@ from megatron_webrl.wire.messages import ClaimImages, Done, GetImages, Images, L
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
+CLAIM_TIMEOUT_S = 5.0
 PUT_TIMEOUT_S = 40.0
 """An upload waits for room."""
 STORE_AWAY_S = 60.0
@@ -31,7 +32,7 @@ async def upload(client: Client, owner: AttemptKey, images: dict[str, bytes]) ->
     if not images:
         return
     claim = ClaimImages(owner, list(images))
-    lacking = (await client.request(claim, timeout=REQUEST_TIMEOUT_S, expect=Lacking)).digests
+    lacking = (await client.request(claim, timeout=CLAIM_TIMEOUT_S, expect=Lacking)).digests
     for part in _parts({digest: images[digest] for digest in lacking}):
         await client.request(PutImages(owner, part), timeout=PUT_TIMEOUT_S, expect=Done)
 

@@ -19,7 +19,7 @@ Demo = tuple[subprocess.CompletedProcess[str], Path]
 def trained(row: dict[str, float]) -> dict[str, float]:
     """What a row says of the train step itself."""
     named = names_of("Train step")
-    return {name: n for name, n in row.items() if names_in({name}) <= named and not name.startswith("time/")}
+    return {name: n for name, n in row.items() if names_in({name}) & named and not name.startswith("time/")}
 
 
 def test_a_real_run_trained_again_from_its_batches_has_the_same_metrics(demo_run: Demo, small: Path) -> None:
