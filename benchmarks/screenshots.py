@@ -17,7 +17,8 @@ what the two ends have themselves are not counted.  `cpu_seconds`: all threads o
 `wall_seconds`, are of one round: 160 screenshots in and out.
 
 Sets: `photo`: smooth noise, PNGs of about 0.8 MB; `miniwob`: pages of MiniWoB++ in Chromium with random clicks, of which many
-repeat, as they do in a run.
+repeat, as they do in a run.  Of each, `png_…` and `jpeg_…` (quality 90) tell the mean bytes of a screenshot, and the processor
+time to decode it as the trainer does.
 """
 
 from __future__ import annotations
@@ -106,6 +107,30 @@ async def miniwob() -> Pages:
     finally:
         await environment.close()
     return pages
+
+
+def formats(name: str, pages: Pages) -> list[dict[str, Any]]:
+    """Bytes and decoding of PNG and JPEG."""
+    from PIL import Image
+
+    def decode(data: bytes) -> Image.Image:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+
+    def jpeg(data: bytes) -> bytes:
+        buffer = io.BytesIO()
+        decode(data).save(buffer, "JPEG", quality=90)
+        return buffer.getvalue()
+
+    first = [screenshots[0] for screenshots in pages]
+    rows = []
+    for kind, images in (("png", first), ("jpeg", list(map(jpeg, first)))):
+        began = time.process_time()
+        for data in images:
+            decode(data)
+        seconds = (time.process_time() - began) / len(images)
+        rows.append(row(f"{kind}_{name}", "mean_bytes", sum(map(len, images)) / len(images), "B"))
+        rows.append(row(f"{kind}_{name}", "decode_ms", 1000 * seconds, "ms"))
+    return rows
 
 
 # Ours -----------------------------------------------------------------------------------------------------------------
@@ -378,8 +403,8 @@ def main() -> None:
             file = Path(folder) / name
             file.write_bytes(pickle.dumps(pages))
             each = [data for screenshots in pages for data in screenshots]
-            rows.append(row(f"screenshots_{name}", "mean_bytes", sum(map(len, each)) / len(each), "B"))
-            rows.append(row(f"screenshots_{name}", "different", len(set(each)), f"of {len(each)}"))
+            rows.append(row(f"png_{name}", "different", len(set(each)), f"of {len(each)}"))
+            rows += formats(name, pages)
             found = {}
             for case in arguments.cases:
                 line = [sys.executable, "-m", "benchmarks.screenshots", "--only", case, "--pages", str(file)]
@@ -389,9 +414,10 @@ def main() -> None:
                     raise SystemExit(f"{case}_{name} failed: {done.stderr.strip().splitlines()[-1]}")
                 found[case] = json.loads(done.stdout.splitlines()[-1])
                 rows += [row(f"{case}_{name}", metric, value, UNITS[metric]) for metric, value in found[case].items()]
-            for case in found.keys() - {"ours"}:
-                for metric, value in found.get("ours", {}).items():
-                    rows.append(row(f"{case}_{name} / ours_{name}", metric, found[case][metric] / value, "ratio"))
+            for case, metrics in found.items():
+                if case != "ours" and "ours" in found:
+                    ratios = {metric: value / found["ours"][metric] for metric, value in metrics.items()}
+                    rows += [row(f"{case}_{name} / ours_{name}", m, ratio, "ratio") for m, ratio in ratios.items()]
     report(rows, arguments.json)
 
 

@@ -19,7 +19,7 @@ PUT_TIMEOUT_S = 40.0
 STORE_AWAY_S = 60.0
 """So long a fetch is repeated: a killed store is back in some seconds."""
 IMAGES_A_MESSAGE = 32
-BYTES_A_MESSAGE = 16384 << 10
+BYTES_A_MESSAGE = 4 << 20
 
 
 class ImagesMissing(WireError):

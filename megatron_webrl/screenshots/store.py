@@ -46,7 +46,7 @@ PUT_WAIT_S = 30.0
 WAITING_BYTES = 1 << 30
 """Uploads that wait hold no more in memory; further ones fail at once."""
 LOOK_AGAIN_S = 0.5
-REPLY_BYTES = 64 << 20
+REPLY_BYTES = 4 << 20
 """A reply with images carries no more, but always one."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS images (digest TEXT PRIMARY KEY, pack INTEGER, position INTEGER, bytes INTEGER) WITHOUT ROWID;
