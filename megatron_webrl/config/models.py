@@ -129,7 +129,8 @@ class BrowserConfig(Section):
     viewport: tuple[Pixels, Pixels] = (1280, 768)
     """Width and height of the page, pixels."""
     screenshot_format: Literal["png", "jpeg"] = "png"
-    """What a screenshot is encoded as, for engine and trainer alike; `jpeg` is smaller and several times cheaper to decode."""
+    """What a screenshot is encoded as, for engine and trainer alike; `jpeg` is several times cheaper to decode, and smaller
+    except for flat pages."""
     jpeg_quality: int = Field(default=90, ge=1, le=100)
     """Of `screenshot_format: jpeg`."""
     screenshot: tuple[Pixels, Pixels] | None = None
