@@ -7,7 +7,8 @@ fetched by another process, one trajectory after another, then released.  Only t
 `pixel_actor`, are there before; decoding is left out on both sides.
 
   ours         the real store process, a worker's `upload` (the hash included), a trainer's `fetch_images`, over ipc
-  pixel_actor  float32 tensors [3, 768, 1280] in the dictionary of one Ray actor (the paper's system holds twice that: two frames)
+  pixel_actor  the processor's pixel_values, float32 [3840, 1536] (two equal frames a patch), in the dictionary of one Ray actor:
+               the public system's way
   ray_png      the PNG bytes in Ray's object store
 
 `peak_bytes`: most that is held between the two, above what the idle processes hold: the store's files (disk) and its own private
@@ -322,11 +323,13 @@ class Rays:
 
 
 def decoded(data: bytes) -> Any:
-    """float32 tensor [3, H, W]."""
+    """float32 [H/16 · W/16, 3 · 2 · 16 · 16], of the size and kind of the processor's pixel_values (the order within is not
+    theirs, which costs nothing in transport)."""
     import torch
     from PIL import Image
 
-    return torch.from_numpy(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).copy()).permute(2, 0, 1) / 255
+    frame = torch.from_numpy(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).copy()).permute(2, 0, 1) / 255
+    return torch.stack([frame, frame]).reshape(HEIGHT // 16 * (WIDTH // 16), -1)
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
