@@ -1,4 +1,4 @@
-"""Invariant 11, live: with one slot, η = 0 and greedy decoding a run whose coordinator and trainer are killed, and which is
+"""Invariant 11, live: with one slot, η = 0 and (nearly) greedy decoding a run whose coordinator and trainer are killed, and which is
 resumed from a checkpoint older than its last step, trains the same batches with the same losses as one that nobody touched."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ STEPS = 5
 def settings(small: Path, run_dir: Path) -> list[Any]:
     """RAFT++, since greedy episodes of one page are all alike: no group would have a signal otherwise."""
     return [
-        "train", small, f"run_dir={run_dir}", "evaluation.episodes=0", f"trainer.steps={STEPS}", "sampling.temperature=0",
+        "train", small, f"run_dir={run_dir}", "evaluation.episodes=0", f"trainer.steps={STEPS}", "sampling.temperature=0.01",
         "browser.slots=1", "replay.eta=0", "replay.group_size=2", "algorithm.objective=raft++", "observe.trace=false",
-        "trainer.checkpoint_every=2",
+        "trainer.checkpoint_every=2", "algorithm.constant_horizon=null", "trainer.max_logprob_diff=0.01",
     ]  # fmt: skip
 
 
