@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,24 @@ def _lock_file(run_dir: Path) -> IO[str]:
         except FileNotFoundError:
             pass
         file.close()  # its holder has renamed the directory meanwhile: lock the one that is here now
+
+
+def hold(file: Path, key: str, *, wait_s: float) -> IO[str]:
+    """`file`, locked while it is open, for one process of a run that must be alone; its predecessor may take up to `wait_s`
+    seconds to end.  Raises UserError naming the key of its directory if another holds it still."""
+    opened = file.open("a")
+    give_up = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return opened
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                opened.close()
+                raise UserError(
+                    f"{key}={file.parent} is in use by another process: end that, or give another"
+                ) from None
+        time.sleep(0.1)
 
 
 @contextmanager

@@ -58,11 +58,11 @@ class BrowserWorker:
         self.config = config
         self.name = name
         self._run_id = run_id
-        self._session = uuid.uuid4().hex
+        self._session = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
         self._addresses, self._keys = (coordinator_address, store_address), keys
         self._trace = trace
         self._stopping = asyncio.Event()
-        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._running: dict[Key, asyncio.Task[list[Assignment]]] = {}
         self._lanes = list(range(config.browser.slots - 1, -1, -1))
         self._faults = 0
         """Consecutive ones, over all slots."""
@@ -142,35 +142,43 @@ class BrowserWorker:
             await asyncio.sleep(min(heartbeat_s, max(0.0, self._paused_until - time.monotonic())))
 
     def _start(self, assignment: Assignment) -> None:
+        """Run it, if a slot is free (else it is given again) and it does not run yet."""
         key = assignment.key
-        if key not in self._running:
-            self._running[key] = task = asyncio.create_task(self._slot(assignment))
-            task.add_done_callback(lambda _: self._running.pop(key))
+        if key not in self._running and self._lanes:
+            lane = self._lanes.pop()
+            self._running[key] = task = asyncio.create_task(self._slot(assignment, lane))
+            task.add_done_callback(lambda task: self._ended(key, lane, task))
 
-    async def _slot(self, assignment: Assignment) -> None:
-        """Run and deliver one attempt; then the next one, if the acknowledgement brought one, takes its place."""
-        lane = self._lanes.pop()
-        try:
-            result = await run_episode(
-                assignment,
-                self._environment.episode(assignment.task),
-                self._generation.generate,
-                self._processor,
-                self.config,
-                worker=self.name,
-                trace=self._trace,
-                lane=f"slot {lane}",
-            )
-            if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
-                self._paused_until = time.monotonic() + _pause(self._faults)
-                self._faults += 1
-            else:
-                self._faults = 0
-            following = await self._deliver(result)
-        finally:
-            self._lanes.append(lane)
-        for assignment in following:
-            self._start(assignment)
+    def _ended(self, key: Key, lane: int, task: asyncio.Task[list[Assignment]]) -> None:
+        """The slot is free, for what came with the acknowledgement first."""
+        del self._running[key]
+        self._lanes.append(lane)
+        if task.cancelled():
+            return
+        if error := task.exception():
+            log.error("attempt %s failed", key, exc_info=error)
+        elif not self._stopping.is_set():
+            for assignment in task.result():
+                self._start(assignment)
+
+    async def _slot(self, assignment: Assignment, lane: int) -> list[Assignment]:
+        """Run and deliver one attempt; returns what the slot is to do next."""
+        result = await run_episode(
+            assignment,
+            self._environment.episode(assignment.task),
+            self._generation.generate,
+            self._processor,
+            self.config,
+            worker=self.name,
+            trace=self._trace,
+            lane=f"slot {lane}",
+        )
+        if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
+            self._paused_until = time.monotonic() + _pause(self._faults)
+            self._faults += 1
+        else:
+            self._faults = 0
+        return await self._deliver(result)
 
     async def _deliver(self, result: EpisodeResult) -> list[Assignment]:
         """Screenshots into the store, then the trajectory to the coordinator, again until it is acknowledged.  Returns what

@@ -69,6 +69,11 @@ class BatchWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
+def has_batch(directory: Path, step: int) -> bool:
+    """Whether the batch of that train step is whole there."""
+    return _folder(directory, step).is_dir()
+
+
 class RecordedBatch(NamedTuple):
     """A batch on disk."""
 

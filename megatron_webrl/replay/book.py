@@ -18,7 +18,7 @@ from typing import Any
 from megatron_webrl.config import ReplayConfig
 from megatron_webrl.replay.drops import DropRates
 from megatron_webrl.replay.ledger import Attempt, OpenGroup
-from megatron_webrl.replay.queue import ReplayQueue, Whole, envelope
+from megatron_webrl.replay.queue import ReplayQueue, Whole, envelope, is_newer
 from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rules import Census, Fate, Lineage, episodes_to_issue, fate, has_signal, may_start_group
 from megatron_webrl.replay.spool import SpoolDamaged
@@ -54,8 +54,8 @@ class _Lease:
     group: _Open
     issued_at: float
     renewed_at: float
-    given_again: bool = False
-    """The reply that carried it was lost once."""
+    known: bool = False
+    """Its worker said that it runs it."""
 
 
 class Book:
@@ -251,15 +251,20 @@ class Book:
             if lease.attempt.session != session:
                 self._lost(key, "worker_lost", now)
             elif key in known:
-                lease.renewed_at = now
-            elif lease.given_again:
-                self._lost(key, "abandoned", now)
+                lease.renewed_at, lease.known = now, True
+            elif lease.known:
+                self._lost(key, "abandoned", now)  # it gave it up
             elif now > lease.issued_at:
-                lease.given_again, lease.renewed_at = True, now
+                lease.renewed_at = now
                 again.append(lease.assignment)
         mine = self._of_worker.get(worker, {})
         revoked = [key for key in running if key not in mine]
         return revoked, again
+
+    def postpone(self, seconds: float) -> None:
+        """All leases last so much longer."""
+        for lease in self._leases.values():
+            lease.renewed_at += seconds
 
     def expire(self, now: float) -> None:
         """End the leases that were not renewed in time, whose workers are lost, and attempts without end."""
@@ -397,7 +402,16 @@ class Book:
         trained later is rolled back.  Returns the version to publish its weights as."""
         position = self.lineage.position(version) if version >= 0 else 0
         self.queue.roll_back(step, position, now)
+        self.drop_abandoned()
         return self._claim(position, at_least=version + 1)
+
+    def drop_abandoned(self) -> None:
+        """Begun groups with members of weights that never come again go as `rolled_back`."""
+        position, self.queue.abandoned_after = self.queue.abandoned_after, None
+        if position is not None:
+            for group in list(self._open[Lane.TRAIN].values()):
+                if is_newer(group.envelopes.values(), self.lineage, position):
+                    self._drop_open(group, "rolled_back")
 
     def claim_version(self, after: int) -> int:
         """A version for the weights that an update made of those of `after`."""

@@ -9,17 +9,18 @@ the question.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config import ReplayConfig, RunConfig
 from megatron_webrl.errors import UserError
-from megatron_webrl.replay.batches import remove_batches
+from megatron_webrl.replay.batches import has_batch, remove_batches
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.engines import EngineRegistry
 from megatron_webrl.replay.keeper import ScreenshotKeeper
@@ -27,6 +28,8 @@ from megatron_webrl.replay.queue import Taken
 from megatron_webrl.replay.recorder import BatchRecorder, record_group
 from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rows import batch_row, run_row
+from megatron_webrl.replay.spool import SpoolDamaged
+from megatron_webrl.run_directory import hold
 from megatron_webrl.screenshots import fetch
 from megatron_webrl.tasks import make_sampler
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group
@@ -66,6 +69,10 @@ log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 0.5
 STUCK_S = 60.0
 RECORD_TIMEOUT_S = 30.0
+PREDECESSOR_S = 20.0
+"""A coordinator whose driver was killed may live on for some seconds."""
+LATE_S = 1.0
+"""A turn of the housekeeping that comes later than this was held up: this process was stopped, or its machine."""
 
 ROLLOUT_VERSION = 0
 """Of the weights that the driver has loaded from disk, when nothing trains."""
@@ -106,9 +113,10 @@ class Coordinator:
     ) -> None:
         self.config = config
         self._run_dir = Path(config.run_dir)
+        self._lock = hold(self._run_dir / "ledger.lock", "run_dir", wait_s=PREDECESSOR_S)
         self._records = Records(self._run_dir)
         self._ledger = self._records.ledger
-        same_start = self._ledger.recall("run_id", None) == run_id
+        self._same_start = same_start = self._ledger.recall("run_id", None) == run_id
         self._sampler = make_sampler(config.tasks, config.seed, config.replay.group_size)
         self.book = Book(
             config.replay,
@@ -128,6 +136,8 @@ class Coordinator:
         self._engines = EngineRegistry()
         self._workers: dict[str, tuple[float, int]] = {}
         """When each was heard of, and its slots."""
+        self._sessions: dict[str, str] = {}
+        """The newest of each worker."""
         self._utilisation: list[float] = []
         """Share of slots in use, since the last train step."""
         self._changed = asyncio.Event()
@@ -137,6 +147,8 @@ class Coordinator:
         self._synced: asyncio.Future[None] | None = None
         """Of those that wait for the next commit."""
         self._flushing: asyncio.Task[None] | None = None
+        self._broken: UserError | None = None
+        """Why nothing can be written any more."""
         self._recorder: BatchRecorder | None = None
         if config.observe.record_batches or config.rollout_only:
             self._recorder = BatchRecorder(self._run_dir / "batches", self._store)
@@ -192,8 +204,15 @@ class Coordinator:
         raises, UserError if the bounds leave no way on or the disk takes nothing more, and (rollout_only) BatchTimeout."""
         await self._server.start()
         try:
+            if self._same_start:
+                self._record_again()
             while True:
+                if self._broken is not None:
+                    raise self._broken
+                slept = time.monotonic()
                 await asyncio.sleep(HOUSEKEEPING_S)
+                if (late := time.monotonic() - slept - HOUSEKEEPING_S) > LATE_S:
+                    self.book.postpone(late)  # heartbeats may be waiting to be read
                 self.book.expire(time.monotonic())
                 await self._keeper.turn()
                 self._watch_bounds()
@@ -214,7 +233,8 @@ class Coordinator:
             if self._flushing is not None:
                 await asyncio.wait([self._flushing], timeout=RECORD_TIMEOUT_S)
             self._store.close()
-            self._records.close()
+            self._records.close(commit=self._broken is None)
+            self._lock.close()
 
     def check_account(self) -> None:
         """Invariant 1: what the ledger calls in flight is what the state holds."""
@@ -226,6 +246,9 @@ class Coordinator:
 
     async def _get_assignments(self, _: str, m: GetAssignments) -> Assignments:
         now = time.monotonic()
+        if m.session < self._sessions.setdefault(m.worker, m.session):
+            return Assignments([], m.running)  # from before it was killed
+        self._sessions[m.worker] = m.session
         self._workers[m.worker] = (now, len(m.running) + max(0, m.slots))
         revoked, assignments = self.book.renew(m.worker, m.session, m.running, now)
         wanted = m.slots - len(assignments)
@@ -260,8 +283,10 @@ class Coordinator:
 
     async def _submit(self, _: str, m: SubmitTrajectory) -> Submitted:
         now = time.monotonic()
-        reason = self.book.submit(m.trajectory, now)
-        more = m.more and not self._stopping and not self._parked
+        with self._safe_or_over():
+            reason = self.book.submit(m.trajectory, now)
+        # After a repeat, whose first reply was lost, the slot's next attempt comes with the heartbeat: it may have one already.
+        more = m.more and reason == "accepted" and not self._stopping and not self._parked
         assignments = self.book.assign(m.worker, m.session, 1, now) if more else []
         self._after_change()
         await self._durable()
@@ -279,14 +304,27 @@ class Coordinator:
         await waiting
 
     def _commit(self) -> None:
-        """Raises UserError if the disk does not take it: what is in memory is then ahead of what is safe, and the run ends."""
-        try:
+        with self._safe_or_over():
             self._ledger.remember(trajectories=self.book.trajectories)
             self._records.commit()
-        except (OSError, sqlite3.OperationalError) as error:
-            raise UserError(
-                f"run_dir={self._run_dir}: the ledger cannot be written ({error}): make room there, then go on with --resume"
-            ) from None
+
+    @contextlib.contextmanager
+    def _safe_or_over(self) -> Iterator[None]:
+        """Around whatever writes to the disk: if that fails, what is in memory may be ahead of what is safe; so nothing is told
+        any more, nothing further is written, and the run ends.  Raises UserError then, and ever after."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            self._broken = UserError(
+                f"run_dir={self._run_dir} cannot be written to ({error}): make room there, then go on with --resume"
+            )
+            raise self._broken from None
+
+    def _sync(self) -> None:
+        with self._safe_or_over():
+            self._records.sync()
 
     async def _flush(self) -> None:
         """Commit for all who wait, again as long as somebody does; what comes during one commit waits for the next."""
@@ -294,9 +332,9 @@ class Coordinator:
             self._synced = None
             try:
                 self._commit()
-                await asyncio.to_thread(self._records.sync)
-            except Exception as error:  # a full disk: nobody is told that it is safe
-                log.exception("the ledger cannot be written")
+                await asyncio.to_thread(self._sync)
+            except UserError as error:  # nobody is told that it is safe
+                log.error("%s", error)
                 if not waiting.done():  # given up, with all the server's requests
                     waiting.set_exception(error)
             else:
@@ -324,6 +362,8 @@ class Coordinator:
         begun = self._began_at is not None
         lineage = tuple(self.book.lineage.segments)
         while True:
+            if m.step < self._step:
+                return Manifest(m.step, False, begun)  # an early question that was heard late
             waiting = self._engines.wanting_weights(m.version, asked)
             if self._stopping or waiting:
                 return Manifest(m.step, False, begun, engines_waiting=waiting, stop=self._stopping)
@@ -339,7 +379,7 @@ class Coordinator:
                 await self._durable()
                 costs = [group.tokens for group in batch.groups.values()]
                 return Manifest(m.step, True, begun, list(batch.groups), costs, lineage)
-            save = self._keeper.full and self._provisional()
+            save = self.book.full and self._provisional()
             left = asked + m.wait_s - time.monotonic()
             if left <= 0 or save:
                 return Manifest(m.step, False, begun, save=save)
@@ -348,21 +388,27 @@ class Coordinator:
     async def _cut(self, step: int, version: int) -> Taken | None:
         """The batch, once the store has all of its screenshots; a group that lost some is dropped by name."""
         queue = self.book.queue
-        if queue.taken is None:
+        while queue.taken is None:
             groups = [g for g in queue.upcoming(version) if g.group_id not in self._checked]
-            if digests := list(dict.fromkeys(d for g in groups for d in g.digests)):
-                try:
-                    lost = await self._keeper.lacking(digests)
-                except WireError as error:
-                    log.warning("screenshot store: %s; no batch until it answers", error)
-                    return None
-                if lost:
-                    lacking = [g.group_id for g in queue.upcoming(version) if lost.intersection(g.digests)]
-                    log.warning("groups %s are dropped: the store lost %d of their screenshots", lacking, len(lost))
-                    queue.drop(lacking, "images_lost")
+            if not groups:
+                break
+            digests = list(dict.fromkeys(d for g in groups for d in g.digests))
+            try:
+                lost = await self._keeper.lacking(digests) if digests else set()
+            except WireError as error:
+                log.warning("screenshot store: %s; no batch until it answers", error)
+                return None
+            lacking = [g.group_id for g in groups if lost.intersection(g.digests) and g.group_id in queue.group_ids]
+            if lacking:
+                log.warning("groups %s are dropped: the store lost %d of their screenshots", lacking, len(lost))
+                queue.drop(lacking, "images_lost")
             self._checked.update(g.group_id for g in groups)
-            self._checked &= queue.group_ids
-        return queue.take(step, version, running=self.book.running(), now=time.monotonic())
+        self._checked &= queue.group_ids
+        if step < self._step:
+            return None  # an early question that was heard late
+        batch = queue.take(step, version, running=self.book.running(), now=time.monotonic())
+        self.book.drop_abandoned()
+        return batch
 
     def _provisional(self) -> bool:
         """Whether a checkpoint would make anything final."""
@@ -383,6 +429,7 @@ class Coordinator:
 
     async def _step_trained(self, _: str, m: StepTrained) -> Done:
         if m.step < self._step:
+            await self._durable()
             return Done()  # a repeat
         self.book.queue.trained(m.step, m.applied_updates)
         self.book.policy = m.version
@@ -464,7 +511,7 @@ class Coordinator:
             self.book.training_allowed = True
             self._ledger.remember(began_at=self._began_at)
             self._after_change()
-            await self._durable()
+        await self._durable()
         return Done()
 
     async def _get_status(self, _: str, m: GetStatus) -> Status:
@@ -476,7 +523,7 @@ class Coordinator:
             self.book.end()
             self._ledger.remember(stopping=True)
             self._after_change()
-            await self._durable()
+        await self._durable()
         return self.status()
 
     def status(self) -> Status:
@@ -558,13 +605,36 @@ class Coordinator:
         """observe.record_batches: begin to record it, its screenshots held until it is on disk."""
         if self._recorder is None or step + 1 == self._recorder.step:
             return
-        if self._recorded is not None:
-            self._keeper.let_go(self._recorded[1])
-        keys = [a.key for group in batch.groups.values() for a in group.attempts]
-        self._keeper.hold(keys)
-        self._recorded = (step, keys)
+        self._hold_recorded(step, [a.key for group in batch.groups.values() for a in group.attempts])
         groups, lineage = self.book.queue.fetch(list(batch.groups)), tuple(self.book.lineage.segments)
         self._recorder.begin(step + 1, version, groups, lineage)
+
+    def _hold_recorded(self, step: int, keys: list[AttemptKey]) -> None:
+        """Their screenshots stay until the next batch is recorded."""
+        if self._recorded is not None:
+            self._keeper.let_go(self._recorded[1])
+        self._keeper.hold(keys)
+        self._recorded = (step, keys)
+
+    def _record_again(self) -> None:
+        """What a coordinator that was killed was recording: the batch in training, or else the one that was trained last."""
+        if self._recorder is None or not self.config.observe.record_batches:
+            return
+        taken = self.book.queue.taken
+        batches = [b for b in self._ledger.batches() if b.state in ("in_training", "trained")]
+        newest = max(batches, key=lambda b: b.step, default=None)
+        if newest is None or has_batch(self._run_dir / "batches", newest.step + 1):
+            return
+        if taken is not None and taken.step == newest.step:
+            self._record_batch(newest.step, newest.version, taken)
+        else:
+            try:
+                groups = self.book.queue.provisional(newest)
+            except SpoolDamaged as error:
+                log.warning("the batch of step %d cannot be recorded any more: %s", newest.step + 1, error)
+                return
+            self._hold_recorded(newest.step, [t.assignment.key for group in groups for t in group.trajectories])
+            self._recorder.begin(newest.step + 1, newest.version, groups, tuple(self.book.lineage.segments))
 
     def _watch_slots(self) -> None:
         now = time.monotonic()

@@ -411,8 +411,10 @@ class Ledger:
         """What was committed outlives the machine.  May be called in a thread."""
         os.fdatasync(self._log)
 
-    def close(self) -> None:
-        self.commit()
+    def close(self, *, commit: bool = True) -> None:
+        """commit: False leaves the disk as the last commit did."""
+        if commit:
+            self.commit()
         self._db.close()
         os.close(self._log)
 

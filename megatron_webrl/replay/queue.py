@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_webrl.config import ReplayConfig
-from megatron_webrl.replay.ledger import Attempt
+from megatron_webrl.replay.ledger import Attempt, Batch
 from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rules import Lineage, Queued, choose_batch, fresh_groups, lag, must_wait, shuffled
 from megatron_webrl.replay.spool import SpoolDamaged
@@ -56,6 +56,12 @@ class Whole:
         return list(dict.fromkeys(digest for t in self.envelopes for digest in t.digests))
 
 
+def is_newer(envelopes: Iterable[Trajectory], lineage: Lineage, position: int) -> bool:
+    """Whether any of these has a token of weights later than `position`."""
+    sampled = (t for t in envelopes if t.min_version >= 0)
+    return any(lineage.newest(t.min_version, t.max_version) > position for t in sampled)
+
+
 class Taken(NamedTuple):
     """The batch in training."""
 
@@ -89,6 +95,8 @@ class ReplayQueue:
         self._seed = seed
         self._left = left
         self._groups: dict[int, Whole] = {}
+        self.abandoned_after: int | None = None
+        """Set when a roll back could not be made good: members of begun groups that later weights sampled are to go, too."""
         self._again: dict[int, list[int]] = {}
         """Batches that were rolled back: group ids in their order, by step."""
 
@@ -139,12 +147,14 @@ class ReplayQueue:
             self._restore_group(group_id, tasks[group_id], rows, now)
         self._again = {batch.step: batch.group_ids for batch in again}
         if not again:
-            for group in list(self._groups.values()):
-                newest = max(
-                    (self.lineage.position(t.max_version) for t in group.envelopes if t.max_version >= 0), default=0
-                )
-                if newest > position:
-                    self._drop(self._groups.pop(group.group_id), "rolled_back")
+            self._abandon(position)
+
+    def _abandon(self, position: int) -> None:
+        """What was trained after `position` does not come again as it was: what later weights sampled goes."""
+        self.abandoned_after = position
+        for group in list(self._groups.values()):
+            if is_newer(group.envelopes, self.lineage, position):
+                self._drop(self._groups.pop(group.group_id), "rolled_back")
 
     # Batches out ----------------------------------------------------------------------------------------------------
 
@@ -189,7 +199,8 @@ class ReplayQueue:
             return ids
         if self._again:
             self._records.ledger.forget_batches(min(self._again))
-            self._again.clear()  # what comes after it cannot come out as it did
+            self._again.clear()
+            self._abandon(position)
         return None
 
     def upcoming(self, version: int) -> list[Whole]:
@@ -210,6 +221,18 @@ class ReplayQueue:
         """Groups in training, with payloads.  Raises KeyError for others, SpoolDamaged."""
         groups = self.taken.groups if self.taken is not None else {}
         return [Group(i, groups[i].task, [self._records.trajectory(a) for a in groups[i].attempts]) for i in group_ids]
+
+    def provisional(self, batch: Batch) -> list[Group]:
+        """A batch that was trained and is in no durable checkpoint yet, with payloads.  Raises SpoolDamaged."""
+        members: dict[int, list[Attempt]] = {i: [] for i in batch.group_ids}
+        for attempt in self._records.ledger.live():
+            if attempt.step == batch.step and attempt.group_id in members:
+                members[attempt.group_id].append(attempt)
+        tasks = self._records.ledger.tasks(members)
+        return [
+            Group(i, tasks[i], [self._records.trajectory(a) for a in sorted(rows, key=lambda a: a.sample_index)])
+            for i, rows in members.items()
+        ]
 
     def trained(self, step: int, applied_updates: int) -> None:
         """The step ended (0 updates: it was skipped) and its weights are published; a repeat changes nothing."""

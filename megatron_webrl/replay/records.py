@@ -71,6 +71,7 @@ class Records:
         self.spool.sync()
         self.ledger.sync()
 
-    def close(self) -> None:
-        self.ledger.close()
+    def close(self, *, commit: bool = True) -> None:
+        """commit: False leaves the disk as the last commit did."""
+        self.ledger.close(commit=commit)
         self.spool.close()

@@ -80,6 +80,11 @@ class Lineage:
         firsts = [first for first, _ in self.segments if min_version < first <= max_version]
         return min(self.position(version) for version in (min_version, *firsts))
 
+    def newest(self, min_version: int, max_version: int) -> int:
+        """Largest position among versions min_version … max_version."""
+        lasts = [first - 1 for first, _ in self.segments if min_version < first <= max_version]
+        return max(self.position(version) for version in (max_version, *lasts))
+
     def add(self, version: int, position: int) -> None:
         """`version`, larger than all before, has `position`."""
         if self.segments[-1][1] != version - position:

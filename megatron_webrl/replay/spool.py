@@ -6,7 +6,7 @@ removed when nothing in it is wanted any more.  The ledger knows where each traj
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -54,9 +54,9 @@ class Spool:
         """A new record; on disk, as far as a killed process is concerned, at once.  Raises OSError, and has changed nothing."""
         if self._offset >= self._segment_bytes:
             os.fdatasync(self._file)
-            os.close(self._file)
-            finished = self._segment
+            finished, file = self._segment, self._file
             self._begin(finished + 1)
+            os.close(file)
             self._remove_if_dead(finished)
         location = Location(self._segment, self._offset, len(data))
         view, at = memoryview(data), self._offset
@@ -89,9 +89,15 @@ class Spool:
         self._remove_if_dead(location.segment)
 
     def sync(self) -> None:
-        """What was appended survives the machine, too.  May be called in a thread."""
-        with contextlib.suppress(OSError):  # `append` has just closed this file, and synced it before
+        """What was appended survives the machine, too.  May be called in a thread.  Raises OSError if it may not."""
+        try:
             os.fdatasync(self._file)
+        except OSError as error:
+            if error.errno not in (
+                errno.EBADF,
+                errno.EINVAL,
+            ):  # `append` has just closed this file, and synced it before
+                raise
 
     def close(self) -> None:
         self._stop_reading()
@@ -100,8 +106,8 @@ class Spool:
             self._path(self._segment).unlink(missing_ok=True)
 
     def _begin(self, segment: int) -> None:
-        self._segment, self._offset = segment, 0
         self._file = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._segment, self._offset = segment, 0
 
     def _stop_reading(self) -> None:
         if self._reading is not None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import cast
 
 from megatron_webrl.errors import UserError
+from megatron_webrl.run_directory import hold
 from megatron_webrl.trajectory import AttemptKey, image_digest
 from megatron_webrl.wire import Keys, Message, Server
 from megatron_webrl.wire.messages import (
@@ -46,6 +47,8 @@ PUT_WAIT_S = 30.0
 WAITING_BYTES = 1 << 30
 """Uploads that wait hold no more in memory; further ones fail at once."""
 LOOK_AGAIN_S = 0.5
+PREDECESSOR_S = 20.0
+"""A store whose driver was killed may live on for some seconds."""
 REPLY_BYTES = 4 << 20
 """A reply with images carries no more, but always one."""
 _SCHEMA = """
@@ -65,10 +68,17 @@ class ScreenshotStore:
     """Images by digest.  Not thread-safe, but may be used from one thread after another.
 
     directory: made if need be, and then its own; limit_bytes: bound of all encoded bytes; clock: seconds that go on over
-    restarts.  Raises UserError if the directory or its index cannot be used.
+    restarts; wait_s: for the end of another store there.  Raises UserError if the directory or its index cannot be used.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        *,
+        clock: Callable[[], float] = time.time,
+        wait_s: float = PREDECESSOR_S,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self._directory = directory
         self._clock = clock
@@ -76,6 +86,7 @@ class ScreenshotStore:
         self._left: list[Path] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(directory / "lock", "replay.screenshot_dir", wait_s=wait_s)
             self._db = sqlite3.connect(directory / "index.sqlite", isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -87,6 +98,8 @@ class ScreenshotStore:
                 "remove it"
             ) from None
         self._count()
+        self._unproved = {digest for (digest,) in self._db.execute("SELECT digest FROM images")}
+        """Written before this process."""
 
     def _reconcile(self) -> None:
         """Make packs and index agree: whoever was killed between the two left one without the other."""
@@ -135,15 +148,25 @@ class ScreenshotStore:
         return self.lacking(digests)
 
     def lacking(self, digests: list[str]) -> list[str]:
-        """Those that are not here; what the disk lost is not."""
+        """Those that are not here; what the disk lost is not.  What an earlier process wrote is read once: the machine may have
+        failed, too."""
         places = {digest: self._place(digest) for digest in digests}
         gone = {pack for pack in {place[0] for place in places.values() if place} if not self._path(pack).exists()}
-        lost = [digest for digest, place in places.items() if place and place[0] in gone]
+        lost = [
+            digest for digest, place in places.items() if place and (place[0] in gone or not self._sound(digest, place))
+        ]
         if lost:
             log.warning("%d screenshots are lost: %s", len(lost), lost[:3])
             with self._transaction():
                 self._remove(lost)
-        return [digest for digest, place in places.items() if place is None or place[0] in gone]
+        return [digest for digest, place in places.items() if place is None or digest in lost]
+
+    def _sound(self, digest: str, place: tuple[int, int, int]) -> bool:
+        if digest in self._unproved:
+            if image_digest(self._read(*place)) != digest:
+                return False
+            self._unproved.discard(digest)
+        return True
 
     def _place(self, digest: str) -> tuple[int, int, int] | None:
         """(pack, position, bytes) of an image that is here."""
@@ -251,6 +274,7 @@ class ScreenshotStore:
         for digest in digests:
             for pack, size in self._db.execute("DELETE FROM images WHERE digest=? RETURNING pack, bytes", (digest,)):
                 packs.add(pack)
+                self._unproved.discard(digest)
                 self.images -= 1
                 self.bytes -= size
         shared = []
@@ -285,6 +309,7 @@ class ScreenshotStore:
 
     def close(self) -> None:
         self._db.close()
+        self._lock.close()
 
 
 def _name(owner: AttemptKey) -> str:

@@ -42,8 +42,9 @@ class Failed(Message):
 
 class GetAssignments(Message):
     """Up to `slots` attempts for free slots; the coordinator waits up to `wait_s` for the first.  Renews the leases of
-    `running`; a new `session` under the same worker name ends the leases of the old one.  Attempts that were given to this
-    session and are not in `running` never arrived: they are given again, first."""
+    `running`; a later `session` (they are compared as text) under the same worker name ends the leases of the old one.
+    Attempts that were given to this session and never were in `running` did not arrive: they are given again, first.  One that
+    was there and is not any more was given up."""
 
     worker: str
     session: str
@@ -60,7 +61,7 @@ class Assignments(Message):
 
 class SubmitTrajectory(Message):
     """Idempotent: the key of the assignment makes a repeat recognisable.  Its screenshots are in the store already.  `more`:
-    its slot is free now, and wants another attempt, if one can be had at once."""
+    its slot is free now, and wants another attempt, if one can be had at once (not after a repeat)."""
 
     trajectory: Trajectory
     worker: str

@@ -1,5 +1,6 @@
-"""Invariant 11, live: with one slot, η = 0 and (nearly) greedy decoding a run whose coordinator and trainer are killed, and which is
-resumed from a checkpoint older than its last step, trains the same batches with the same losses as one that nobody touched."""
+"""Invariant 11, live: with one slot, η = 0 and (nearly) greedy decoding a run whose coordinator and trainer are killed, and
+which is resumed from a checkpoint older than its last step, trains the same batches with the same losses as one that nobody
+touched."""
 
 from __future__ import annotations
 

@@ -100,8 +100,10 @@ class System:
         self.issued += found.assignments
         return found.assignments
 
-    async def finish(self, assignment: Assignment, reward: float, version: int = 0) -> Trajectory:
-        """One episode with a screenshot of its own."""
+    async def finish(
+        self, assignment: Assignment, reward: float, version: int = 0, *, more: bool = False
+    ) -> Trajectory:
+        """One episode with a screenshot of its own.  What the reply brings is in `following`."""
         self.issued.remove(assignment)
         data = repr(assignment.key).encode()
         digest = image_digest(data)
@@ -111,7 +113,9 @@ class System:
             encode_steps([]),
         )  # fmt: skip
         await upload(self.store, assignment.key, {digest: data})
-        assert (await self.ask(SubmitTrajectory(trajectory, "w", "s"), Submitted)).accepted
+        reply = await self.ask(SubmitTrajectory(trajectory, "w", "s", more), Submitted)
+        assert reply.accepted
+        self.following: list[Assignment] = reply.assignments
         return trajectory
 
     async def finish_groups(self, count: int, version: int = 0) -> list[Group]:
@@ -432,11 +436,28 @@ async def test_a_slot_is_refilled_by_the_reply_to_its_result(start: Start) -> No
     system = start()
     await system.ask(BeginTraining(), Done)
     (first,) = await system.assign(1)
-    trajectory = await system.finish(first, 1.0)
-    reply = await system.ask(SubmitTrajectory(trajectory, "w", "s", more=True), Submitted)
-    assert reply.reason == "repeat" and [a.sample_index for a in reply.assignments] == [1]
-    unheard = await system.ask(GetAssignments("w", "s", 0, [], 0.0), Assignments)
-    assert unheard.assignments == reply.assignments, "the reply was lost: the same again"
+    trajectory = await system.finish(first, 1.0, more=True)
+    [second] = system.following
+    assert second.sample_index == 1
+    for _ in range(3):  # the reply was lost: the trajectory is repeated, and so are heartbeats
+        reply = await system.ask(SubmitTrajectory(trajectory, "w", "s", more=True), Submitted)
+        assert (reply.reason, reply.assignments) == ("repeat", []), "the slot has its next attempt already"
+        unheard = await system.ask(GetAssignments("w", "s", 0, [], 0.0), Assignments)
+        assert unheard.assignments == [second], "the same again, until it is heard of"
+    status = await system.ask(GetStatus(), Status)
+    assert (status.running, status.account.issued, status.account.dropped) == (1, 2, {})
+    await system.ask(GetAssignments("w", "s", 0, [second.key], 0.0), Assignments)
+    assert (await system.ask(GetAssignments("w", "s", 0, [], 0.0), Assignments)).assignments == []
+    assert (await system.ask(GetStatus(), Status)).account.dropped == {"abandoned": 1}, "given up by the worker"
+
+
+async def test_an_earlier_session_of_a_worker_that_is_heard_late_changes_nothing(start: Start) -> None:
+    system = start()
+    await system.ask(BeginTraining(), Done)
+    [a] = (await system.ask(GetAssignments("w", "2", 1, [], 0.0), Assignments)).assignments
+    late = await system.ask(GetAssignments("w", "1", 1, [(7, 0, 0)], 0.0), Assignments)
+    assert (late.assignments, late.revoked) == ([], [(7, 0, 0)])
+    assert (await system.ask(GetAssignments("w", "2", 0, [a.key], 0.0), Assignments)).revoked == []
 
 
 async def test_those_who_wait_are_served_in_their_order(start: Start) -> None:
