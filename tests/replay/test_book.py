@@ -568,6 +568,25 @@ def test_batches_of_a_checkpoint_that_is_not_gone_on_from_are_gone(tmp_path: Pat
     assert book.queue.group_ids == {old} and young not in book.queue.group_ids
 
 
+def test_members_of_weights_that_never_come_again_are_dropped_with_their_groups(tmp_path: Path) -> None:
+    """Resumed from a checkpoint older than the newest durable one, in the middle of a group."""
+    book, records = make_book(tmp_path, eta=2)
+    version = book.trainer_started(0, -1, 0.0)
+    for step in range(4):
+        for assignment in book.assign("w", "s", 4, 0.0):
+            book.submit(result(assignment, float(assignment.sample_index), version=version), 0.0)
+        assert book.queue.take(step, version)
+        version = book.claim_version(version)
+        book.queue.trained(step, 1)
+        records.durable(step + 1)
+    [half] = book.assign("w", "s", 1, 0.0)
+    book.submit(result(half, 1.0, version=version), 0.0)
+    records.commit()
+    book.trainer_started(1, 1, 0.0)
+    assert book.census().running == 0
+    assert records.ledger.account().dropped["rolled_back"] >= 1
+
+
 def test_what_is_sampled_while_old_batches_are_trained_again_would_be_stale(tmp_path: Path) -> None:
     """More than η batches to be trained again: no train episode is issued until the trainer has caught up."""
     book, _ = make_book(tmp_path, eta=1)

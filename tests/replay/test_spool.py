@@ -70,3 +70,26 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     third = spool.append(b"third")
     assert (spool.read(first), spool.read(third)) == (b"first", b"third")
     assert spool.bytes == 10
+
+
+def test_a_file_that_cannot_be_begun_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the next file is to be begun; later there is room again."""
+    spool = Spool(tmp_path, segment_bytes=10)
+    first = spool.append(b"x" * 10)
+    real = os.open
+
+    def full(path: object, *rest: int) -> int:
+        if str(path).endswith(".spool"):
+            raise OSError(28, "No space left on device")
+        return real(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match="No space"):
+        spool.append(b"second")
+    monkeypatch.undo()
+    other = tmp_path / "other"
+    with other.open("wb") as file:
+        file.write(b"somebody else's")
+        second = spool.append(b"second")
+    assert (spool.read(first), spool.read(second)) == (b"x" * 10, b"second")
+    assert other.read_bytes() == b"somebody else's"
