@@ -4,18 +4,19 @@
 
 16 trajectories of 10 screenshots at 1280 × 768 are handed over by one process, one trajectory after another, then held, then
 fetched by another process, one trajectory after another, then released.  Only that is timed: screenshots, and the tensors of
-`pixel_actor`, are there before; decoding is left out on both sides.
+the actors, are there before; decoding is left out on both sides.
 
-  ours         the real store process, a worker's `upload` (the hash included), a trainer's `fetch_images`, over ipc
-  pixel_actor  the processor's pixel_values, float32 [3840, 1536] (two equal frames a patch), in the dictionary of one Ray actor:
-               the public system's way
-  ray_png      the PNG bytes in Ray's object store
+  ours           the real store process, a worker's `upload` (the hash included), a trainer's `fetch_images`, over ipc
+  pixel_actor    the public systems' way: what the image processor makes of them (two frames of a still), float32 [3840, 1536],
+                 23.6 MB, in the dictionary of one Ray actor; takes 12 GB of memory
+  frame_actor    the same with one frame, float32 [3, 768, 1280], 11.8 MB; by --cases only
+  ray_png        the PNG bytes in Ray's object store: memory of one machine, without hashes, lost with Ray
 
 `peak_bytes`: most that is held between the two, above what the idle processes hold: the store's files (disk) and its own private
-memory; for Ray /dev/shm and the private memory of raylet and actor.  Page cache, which the system takes back when it likes, and
-what the two ends have themselves are not counted.  `cpu_seconds`: all threads of all processes but the one that watches
-(worker, trainer, store; or Ray's: workers, actor, raylet, gcs), less what the same processes take when idle.  Both, and
-`wall_seconds`, are of one round: 160 screenshots in and out.
+memory; for Ray the shared memory that its object store took and the private memory of raylet and actor.  Page cache, which the
+system takes back when it likes, and what the two ends have themselves are not counted.  `cpu_seconds`: all threads of all
+processes but the one that watches (worker, trainer, store; or Ray's: workers, actor, raylet, gcs), less what the same processes
+take when idle.  Both, and `wall_seconds`, are of one round: 160 screenshots in and out.
 
 Sets: `photo`: smooth noise, PNGs of about 0.8 MB; `miniwob`: pages of MiniWoB++ in Chromium with random clicks, of which many
 repeat, as they do in a run.  Of each, `png_…` and `jpeg_…` (quality 90) tell the mean bytes of a screenshot, and the processor
@@ -53,11 +54,12 @@ ROOT = Path(__file__).parent.parent
 TRAJECTORIES, SCREENSHOTS = 16, 10
 WIDTH, HEIGHT = 1280, 768
 CASES = ["ours", "pixel_actor", "ray_png"]
+FRAMES = {"frame_actor": 1, "pixel_actor": 2}
+"""Of one image, in the tensors of a case."""
 SETS = ["photo", "miniwob"]
 UNITS = {"peak_bytes": "B", "cpu_seconds": "s", "wall_seconds": "s"}
 TIMEOUT_S = 120.0
 IDLE_S = 3.0
-SHARED_MEMORY = Path("/dev/shm")
 
 Pages = list[list[bytes]]
 """Encoded screenshots of each trajectory."""
@@ -237,7 +239,8 @@ class Ours:
 class Rays:
     """A producer, a consumer and, for tensors, the actor that holds them."""
 
-    def __init__(self, pages: Path, directory: Path, *, tensors: bool) -> None:
+    def __init__(self, pages: Path, directory: Path, frames: int) -> None:
+        """frames: of one image in its tensor; 0: the encoded bytes."""
         import ray
 
         environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0"}
@@ -272,14 +275,14 @@ class Rays:
             def __init__(self, pages: Path, holder: Any) -> None:
                 self.trajectories = pickle.loads(pages.read_bytes())
                 self.holder = holder
-                if tensors:
-                    self.trajectories = [[decoded(data) for data in pages] for pages in self.trajectories]
+                if frames:
+                    self.trajectories = [[decoded(data, frames) for data in pages] for pages in self.trajectories]
 
             def ready(self) -> None:
                 pass
 
             def put(self) -> list[list[Any]]:
-                if not tensors:
+                if not frames:
                     return [[ray.put(data) for data in screenshots] for screenshots in self.trajectories]
                 for number, screenshots in enumerate(self.trajectories):
                     ray.get(self.holder.put.remote(number, *screenshots))
@@ -302,8 +305,8 @@ class Rays:
         self._producer = remote(Producer).remote(pages, self._holder)
         self._consumer = remote(Consumer).remote(self._holder)
         ray.get([self._producer.ready.remote(), self._consumer.ready.remote()], timeout=TIMEOUT_S)
-        raylets = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("raylet")]
-        self._services = [*raylets, psutil.Process(ray.get(self._holder.pid.remote()))]
+        self._raylet = next(p for p in psutil.Process().children(recursive=True) if p.name() == "raylet")
+        self._actor = psutil.Process(ray.get(self._holder.pid.remote()))
 
     def round(self) -> None:
         import ray
@@ -313,8 +316,7 @@ class Rays:
         ray.get(self._holder.release.remote(), timeout=TIMEOUT_S)
 
     def held(self) -> int:
-        usage = os.statvfs(SHARED_MEMORY)
-        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize + sum(map(private, self._services))
+        return shared_files(self._raylet) + private(self._raylet) + private(self._actor)
 
     def close(self) -> None:
         import ray
@@ -322,14 +324,24 @@ class Rays:
         ray.shutdown()
 
 
-def decoded(data: bytes) -> Any:
-    """float32 [H/16 · W/16, 3 · 2 · 16 · 16], of the size and kind of the processor's pixel_values (the order within is not
-    theirs, which costs nothing in transport)."""
+def shared_files(process: psutil.Process) -> int:
+    """Bytes in the files in shared memory that it has open, deleted ones too, as Ray's are."""
+    files = {}
+    for number in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(number).startswith("/dev/shm/"):
+                status = number.stat()
+                files[status.st_ino] = status.st_blocks * 512
+    return sum(files.values())
+
+
+def decoded(data: bytes, frames: int) -> Any:
+    """float32 tensor [3, H, W] of one frame; of two as much as their patches, [H/16 * W/16, 3 * 2 * 16 * 16]."""
     import torch
     from PIL import Image
 
     frame = torch.from_numpy(np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).copy()).permute(2, 0, 1) / 255
-    return torch.stack([frame, frame]).reshape(HEIGHT // 16 * (WIDTH // 16), -1)
+    return frame if frames == 1 else torch.cat([frame] * frames).reshape(-1, 3 * frames * 16 * 16)
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -369,7 +381,7 @@ def measure(case: str, pages: Path, rounds: int) -> dict[str, float]:
     """In this process, which only watches."""
     with tempfile.TemporaryDirectory(prefix="mwebrl-") as folder:
         directory = Path(folder)
-        transport = Ours(pages, directory) if case == "ours" else Rays(pages, directory, tensors=case == "pixel_actor")
+        transport = Ours(pages, directory) if case == "ours" else Rays(pages, directory, FRAMES.get(case, 0))
         try:
             before = transport.held()
             with most(transport.held) as peak:
@@ -391,9 +403,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="measured, after one to warm up")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, "frame_actor"], default=CASES)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--only", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=[*CASES, "frame_actor"], help=argparse.SUPPRESS)
     parser.add_argument("--pages", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
