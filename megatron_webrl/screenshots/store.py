@@ -99,7 +99,7 @@ class ScreenshotStore:
             ) from None
         self._count()
         self._unproved = {digest for (digest,) in self._db.execute("SELECT digest FROM images")}
-        """Written before this process."""
+        """Written before this process, and not read since."""
 
     def _reconcile(self) -> None:
         """Make packs and index agree: whoever was killed between the two left one without the other."""
@@ -224,7 +224,7 @@ class ScreenshotStore:
 
     def get(self, digests: list[str], limit_bytes: int = REPLY_BYTES) -> tuple[dict[str, bytes], list[str]]:
         """Images by digest, and those that are not here; the rest would exceed limit_bytes.  What is damaged on disk is not
-        here any more."""
+        here any more: the first reading of what an earlier process wrote says so (clients check the rest)."""
         found: dict[str, bytes] = {}
         missing: list[str] = []
         size = 0
@@ -236,7 +236,8 @@ class ScreenshotStore:
             if found and size + place[2] > limit_bytes:
                 break
             data = self._read(*place)
-            if image_digest(data) == digest:
+            if len(data) == place[2] and (digest not in self._unproved or image_digest(data) == digest):
+                self._unproved.discard(digest)
                 found[digest] = data
                 size += len(data)
             else:
@@ -299,6 +300,7 @@ class ScreenshotStore:
                 raise
             return
         self._left.append(self._path(pack))
+        self._unproved.update(digest for (digest, _, size), found in zip(rest, data, strict=True) if len(found) != size)
         self.bytes += sum(map(len, data)) - sum(size for _, _, size in rest)
         rows = [(*place, digest) for place, (digest, _, _) in zip(places, rest, strict=True)]
         self._db.executemany("UPDATE images SET pack=?, position=?, bytes=? WHERE digest=?", rows)

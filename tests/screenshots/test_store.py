@@ -154,6 +154,8 @@ class StoreMachine(RuleBasedStateMachine):
             with (self.directory / f"{pack}.pack").open("r+b") as file:
                 file.seek(position)
                 file.write(b"\xff")
+            self.store.close()  # the machine failed
+            self.open()
             assert self.store.get([digest]) == ({}, [digest])
             del self.images[digest]
 
