@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sqlite3
 import time
 from collections import deque
@@ -246,7 +247,8 @@ class Coordinator:
 
     async def _get_assignments(self, _: str, m: GetAssignments) -> Assignments:
         now = time.monotonic()
-        if m.session < self._sessions.setdefault(m.worker, m.session):
+        heard, _ = self._workers.get(m.worker, (-math.inf, 0))
+        if m.session < self._sessions.get(m.worker, "") and now - heard < self.config.replay.lease_s:
             return Assignments([], m.running)  # from before it was killed
         self._sessions[m.worker] = m.session
         self._workers[m.worker] = (now, len(m.running) + max(0, m.slots))
