@@ -247,7 +247,7 @@ class Coordinator:
 
     async def _get_assignments(self, _: str, m: GetAssignments) -> Assignments:
         now = time.monotonic()
-        heard, _ = self._workers.get(m.worker, (-math.inf, 0))
+        heard = self._workers.get(m.worker, (-math.inf, 0))[0]
         if m.session < self._sessions.get(m.worker, "") and now - heard < self.config.replay.lease_s:
             return Assignments([], m.running)  # from before it was killed
         self._sessions[m.worker] = m.session
