@@ -1,15 +1,20 @@
 """What the coordinator costs: simulated workers over real TCP sockets with CURVE, the ledger and the trajectories on disk.
 
-    python -m benchmarks.coordinator [--seconds 10] [--slots 64 512 2048] [--trajectories 31000] [--json FILE]
+    python -m benchmarks.coordinator [--seconds 10] [--slots 64 512 2048] [--rate 0] [--hours 0] [--json FILE]
 
-The coordinator and the screenshot store are the real processes.  Simulated: workers of 32 slots each whose episodes take no time
-(a slot sends its trajectory, and its next attempt comes with the reply, as in the product), and a trainer that takes every
-batch, fetches all of its trajectories and saves a checkpoint every five steps.  Trajectories have random tokens and no
-screenshots.  The load comes as fast as the machine's other cores make it, so what counts is not the rate but the CPU time of
-the coordinator's process, all threads (sockets and encryption, asyncio, SQLite, fdatasync), over the trajectories it accepted.
+The coordinator and the screenshot store are the real processes.  Simulated: workers of 32 slots each (a slot sends its
+trajectory, and its next attempt comes with the reply, as in the product), and a trainer that takes every batch, fetches all of
+its trajectories and saves a checkpoint every five steps.  Trajectories have random tokens and no screenshots.  What counts is
+the CPU time of the coordinator's process, all threads (sockets and encryption, asyncio, SQLite, fdatasync), over the
+trajectories it accepted.
 
-Cases SLOTSslots_12kb and SLOTSslots_200kb; `10h` is as many trajectories of 200 KB as the paper's run made in ten hours (3,100
-an hour), at once: memory and disk at the end of each quarter.
+By default episodes take no time: the load comes as fast as the machine's other cores make it, every slot waits in the
+coordinator's queue, and assignment times are slots over throughput.  `--rate` offers so many trajectories a second instead
+(episodes of exponential length): assignment times are then what a slot loses between two episodes.
+
+Cases SLOTSslots_12kb and SLOTSslots_200kb.  `--hours 10` adds the case `10h`: as many trajectories of 200 KB as the paper's run
+made in ten hours (3,100 an hour: 31,000), as fast as they come, with memory and disk at the end of each quarter.  `--profile
+DIRECTORY` writes there a cProfile of the coordinator a case; the figures are then not worth keeping.
 """
 
 from __future__ import annotations
@@ -17,9 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import cProfile
 import multiprocessing
 import os
+import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -86,13 +94,26 @@ def configure(directory: Path, slots: int) -> RunConfig:
     )
 
 
-def coordinator_process(config: RunConfig, address: str, store: str, keys: Keys) -> None:
+def coordinator_process(config: RunConfig, address: str, store: str, keys: Keys, profile: Path | None = None) -> None:
+    """Until terminated.  profile: file for a cProfile of it."""
     from megatron_webrl.replay import Coordinator
 
     role = Coordinator(
         config, run_id="bench", address=address, store_address=store, log_metrics=lambda step, row: None, keys=keys
     )
-    asyncio.run(role.run())
+    if profile is None:
+        asyncio.run(role.run())
+        return
+
+    async def until_terminated() -> None:
+        serving = asyncio.create_task(role.run())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    statistics = cProfile.Profile(time.process_time)  # of all threads, and not of those who take the CPU meanwhile
+    statistics.runcall(asyncio.run, until_terminated())
+    statistics.dump_stats(profile)
 
 
 def store_process(config: RunConfig, address: str, keys: Keys) -> None:
@@ -125,16 +146,22 @@ def trainer_process(address: str, keys: Keys, version: Any) -> None:
             ask(CheckpointDurable(step), Done)
 
 
-def workers_process(address: str, keys: Keys, workers: int, size: int, version: Any, waits: Any) -> None:
-    """`workers` of them in one event loop.  waits: gets seconds from a finished episode to the slot's next one."""
-    asyncio.run(_workers(address, keys, workers, size, version, waits))
+def workers_process(
+    address: str, keys: Keys, workers: int, size: int, episode_s: float, version: Any, waits: Any
+) -> None:
+    """`workers` of them in one event loop.  episode_s: mean length of an episode.  waits: gets seconds from a finished episode
+    to the slot's next one."""
+    asyncio.run(_workers(address, keys, workers, size, episode_s, version, waits))
 
 
-async def _workers(address: str, keys: Keys, workers: int, size: int, version: Any, waits: Any) -> None:
-    await asyncio.gather(*(_worker(address, keys, f"worker-{n}", size, version, waits) for n in range(workers)))
+async def _workers(
+    address: str, keys: Keys, workers: int, size: int, episode_s: float, version: Any, waits: Any
+) -> None:
+    names = [f"worker-{n}" for n in range(workers)]
+    await asyncio.gather(*(_worker(address, keys, name, size, episode_s, version, waits) for name in names))
 
 
-async def _worker(address: str, keys: Keys, name: str, size: int, version: Any, waits: Any) -> None:
+async def _worker(address: str, keys: Keys, name: str, size: int, episode_s: float, version: Any, waits: Any) -> None:
     client = Client(address, "bench", name, keys=keys)
     payload = encode_steps([Step(b"", [], os.urandom(size), b"", b"", "stop", "", None)])
     running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
@@ -146,6 +173,8 @@ async def _worker(address: str, keys: Keys, name: str, size: int, version: Any, 
 
     async def slot(assignment: Assignment) -> None:
         nonlocal seen
+        if episode_s:
+            await asyncio.sleep(random.expovariate(1 / episode_s))
         began = time.time()
         success = assignment.sample_index % 2 == 0
         outcome = Outcome.SUCCESS if success else Outcome.FAILURE
@@ -160,7 +189,7 @@ async def _worker(address: str, keys: Keys, name: str, size: int, version: Any, 
         del running[assignment.key]
         for next_one in following:
             seen += 1
-            if seen % 64 == 0:
+            if episode_s or seen % 16 == 0:
                 waits.put(time.time() - began)
             start(next_one)
 
@@ -176,7 +205,9 @@ async def _worker(address: str, keys: Keys, name: str, size: int, version: Any, 
 
 
 @contextlib.contextmanager
-def system(directory: Path, slots: int, size: int) -> Iterator[tuple[psutil.Process, BlockingClient, Any]]:
+def system(
+    directory: Path, slots: int, size: int, episode_s: float = 0.0, profile: Path | None = None
+) -> Iterator[tuple[psutil.Process, BlockingClient, Any]]:
     """All processes at work: (the coordinator's, a client of it, the queue of waits)."""
     from megatron_webrl.launch.cluster import free_port
 
@@ -191,9 +222,9 @@ def system(directory: Path, slots: int, size: int) -> Iterator[tuple[psutil.Proc
     try:
         for function, arguments in (
             (store_process, (config, store, keys)),
-            (coordinator_process, (config, address, store, keys)),
+            (coordinator_process, (config, address, store, keys, profile)),
             (trainer_process, (address, client_keys, version)),
-            (workers_process, (address, client_keys, workers, size, version, waits)),
+            (workers_process, (address, client_keys, workers, size, episode_s, version, waits)),
         ):
             started.append(spawn.Process(target=function, args=arguments, daemon=True))
             started[-1].start()
@@ -201,14 +232,19 @@ def system(directory: Path, slots: int, size: int) -> Iterator[tuple[psutil.Proc
         yield psutil.Process(started[1].pid), client, waits
     finally:
         client.close()
-        for process in started:
-            process.kill()
+        for process in reversed(started):
+            process.terminate()
             process.join(10)
+            process.kill()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def measure(directory: Path, slots: int, size: int, seconds: float) -> dict[str, float]:
-    with system(directory, slots, size) as (process, client, waits):
+def measure(
+    directory: Path, slots: int, size: int, seconds: float, rate: float = 0.0, profile: Path | None = None
+) -> dict[str, float]:
+    """rate: trajectories a second that are offered; 0: as many as there can be.  profile: file for the coordinator's."""
+    episode_s = slots / rate if rate else 0.0
+    with system(directory, slots, size, episode_s, profile) as (process, client, waits):
         time.sleep(WARM_UP_S)
         while not waits.empty():
             waits.get()
@@ -220,15 +256,15 @@ def measure(directory: Path, slots: int, size: int, seconds: float) -> dict[str,
         found = []
         while not waits.empty():
             found.append(waits.get())
-        if done < slots or not found:
-            raise SystemExit(f"{slots} slots: only {done} trajectories in {took:.0f} s")
+        if not done or not found:
+            raise SystemExit(f"{slots} slots: {done} trajectories in {took:.0f} s: give --seconds more")
         found.sort()
         return {
             "trajectories_per_hour": done / took * 3600,
             "cpu_microseconds_per_trajectory": used / done * 1e6,
             "rss_bytes": float(process.memory_info().rss),
-            "assignment_p50_ms": found[len(found) // 2] * 1e3,
-            "assignment_p99_ms": found[int(len(found) * 0.99)] * 1e3,
+            "assignment_ms_p50": found[len(found) // 2] * 1e3,
+            "assignment_ms_p99": found[int(len(found) * 0.99)] * 1e3,
             "coordinator_busy": used / took,
         }
 
@@ -237,15 +273,15 @@ UNITS = {
     "trajectories_per_hour": "1/h",
     "cpu_microseconds_per_trajectory": "µs",
     "rss_bytes": "bytes",
-    "assignment_p50_ms": "ms from the end of an episode",
-    "assignment_p99_ms": "ms from the end of an episode",
+    "assignment_ms_p50": "ms from the end of an episode",
+    "assignment_ms_p99": "ms from the end of an episode",
     "coordinator_busy": "cores",
 }
 
 
-def endurance(directory: Path, trajectories: int) -> list[dict[str, Any]]:
-    """Memory and disk at the end of each quarter of so many trajectories."""
-    rows = []
+def endurance(directory: Path, hours: float) -> list[dict[str, Any]]:
+    """Memory and disk at the end of each quarter of the trajectories of so many hours."""
+    rows, case, trajectories = [], f"{hours:g}h", int(hours * PAPERS_TRAJECTORIES_PER_HOUR)
     with system(directory, 512, SIZES["200kb"]) as (process, client, waits):
         for quarter in range(1, 5):
             deadline = time.monotonic() + 600
@@ -255,11 +291,19 @@ def endurance(directory: Path, trajectories: int) -> list[dict[str, Any]]:
                 time.sleep(0.5)
                 while not waits.empty():
                     waits.get()
-            disk = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-            rows.append(row("10h", f"rss_bytes_q{quarter}", process.memory_info().rss, "bytes"))
-            rows.append(row("10h", f"disk_bytes_q{quarter}", disk, "bytes, ledger and trajectories"))
-        rows.append(row("10h", "trajectories", _status(client).trajectories, ""))
+            rows.append(row(case, f"rss_bytes_q{quarter}", process.memory_info().rss, "bytes"))
+            rows.append(row(case, f"disk_bytes_q{quarter}", _disk(directory), "bytes, ledger and trajectories"))
+        rows.append(row(case, "trajectories", _status(client).trajectories, ""))
     return rows
+
+
+def _disk(directory: Path) -> int:
+    """Bytes of all files."""
+    total = 0
+    for file in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the coordinator removes some meanwhile
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def _status(client: BlockingClient) -> Status:
@@ -275,22 +319,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each case")
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument(
-        "--trajectories", type=int, default=10 * PAPERS_TRAJECTORIES_PER_HOUR, help="of the case 10h; 0 leaves it out"
-    )
+    parser.add_argument("--rate", type=float, default=0.0, help="trajectories a second; 0: as many as there can be")
+    parser.add_argument("--hours", type=float, default=0.0, help="of the paper's trajectories, for growth; 0: none")
+    parser.add_argument("--profile", type=Path, metavar="DIRECTORY", help="for a cProfile of each case")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="mwebrl-bench-"))
     rows = []
+    if arguments.profile:
+        arguments.profile.mkdir(parents=True, exist_ok=True)
     try:
         for slots in arguments.slots:
             for name, size in SIZES.items():
-                measured = measure(directory / f"{slots}-{name}", slots, size, arguments.seconds)
-                rows += [
-                    row(f"{slots}slots_{name}", metric, value, UNITS[metric]) for metric, value in measured.items()
-                ]
-        if arguments.trajectories:
-            rows += endurance(directory / "10h", arguments.trajectories)
+                case = f"{slots}slots_{name}"
+                profile = arguments.profile / f"{case}.prof" if arguments.profile else None
+                measured = measure(directory / case, slots, size, arguments.seconds, arguments.rate, profile)
+                rows += [row(case, metric, value, UNITS[metric]) for metric, value in measured.items()]
+        if arguments.hours:
+            rows += endurance(directory / "hours", arguments.hours)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     report(rows, arguments.json)
