@@ -10,7 +10,7 @@ trajectories it accepted.
 
 By default episodes take no time: the load comes as fast as the machine's other cores make it, every slot waits in the
 coordinator's queue, and assignment times are slots over throughput.  `--rate` offers so many trajectories a second instead
-(episodes of exponential length): assignment times are then what a slot loses between two episodes.
+(episodes take half to one and a half of their mean): assignment times are then what a slot loses between two episodes.
 
 Cases SLOTSslots_12kb and SLOTSslots_200kb.  `--hours 10` adds the case `10h`: as many trajectories of 200 KB as the paper's run
 made in ten hours (3,100 an hour: 31,000), as fast as they come, with memory and disk at the end of each quarter.  `--profile
@@ -30,6 +30,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ SIZES = {"12kb": 12 << 10, "200kb": 200 << 10}
 WARM_UP_S = 3.0
 TIMEOUT_S = 30.0
 AWAY_S = 120.0
+HEARTBEAT_S = 5.0
 PAPERS_TRAJECTORIES_PER_HOUR = 3100
 
 spawn = multiprocessing.get_context("spawn")
@@ -165,16 +167,23 @@ async def _worker(address: str, keys: Keys, name: str, size: int, episode_s: flo
     client = Client(address, "bench", name, keys=keys)
     payload = encode_steps([Step(b"", [], os.urandom(size), b"", b"", "stop", "", None)])
     running: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+    freed: deque[float] = deque(maxlen=SLOTS_A_WORKER)
     seen = 0
 
     def start(assignment: Assignment) -> None:
-        if assignment.key not in running:
-            running[assignment.key] = asyncio.create_task(slot(assignment))
+        nonlocal seen
+        if assignment.key in running:
+            return
+        running[assignment.key] = asyncio.create_task(slot(assignment))
+        if freed:
+            waited = time.time() - freed.popleft()
+            seen += 1
+            if episode_s or seen % 16 == 0:
+                waits.put(waited)
 
     async def slot(assignment: Assignment) -> None:
-        nonlocal seen
         if episode_s:
-            await asyncio.sleep(random.expovariate(1 / episode_s))
+            await asyncio.sleep(random.uniform(0.5, 1.5) * episode_s)  # a longer tail would fill the queue
         began = time.time()
         success = assignment.sample_index % 2 == 0
         outcome = Outcome.SUCCESS if success else Outcome.FAILURE
@@ -187,21 +196,20 @@ async def _worker(address: str, keys: Keys, name: str, size: int, episode_s: flo
         with contextlib.suppress(WireError):
             following = (await client.request(message, timeout=TIMEOUT_S, expect=Submitted)).assignments
         del running[assignment.key]
+        freed.append(began)
         for next_one in following:
-            seen += 1
-            if episode_s or seen % 16 == 0:
-                waits.put(time.time() - began)
             start(next_one)
 
     while True:
         free = SLOTS_A_WORKER - len(running)
-        message = GetAssignments(name, "session", free, list(running), 1.0 if free else 0.0)
+        message = GetAssignments(name, "session", free, list(running), HEARTBEAT_S if free else 0.0)
         try:
             for assignment in (await client.request(message, timeout=TIMEOUT_S, expect=Assignments)).assignments:
                 start(assignment)
         except WireError:
             continue
-        await asyncio.sleep(0.5)
+        if len(running) >= SLOTS_A_WORKER:
+            await asyncio.wait(running.values(), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextlib.contextmanager
