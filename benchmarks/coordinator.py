@@ -253,7 +253,7 @@ def measure(
     """rate: trajectories a second that are offered; 0: as many as there can be.  profile: file for the coordinator's."""
     episode_s = slots / rate if rate else 0.0
     with system(directory, slots, size, episode_s, profile) as (process, client, waits):
-        time.sleep(WARM_UP_S)
+        time.sleep(WARM_UP_S + 2 * episode_s)
         while not waits.empty():
             waits.get()
         before, cpu, began = _status(client), _cpu(process), time.monotonic()
