@@ -53,7 +53,7 @@ class Outcome(StrEnum):
     """Blocked site or page time-out: the whole group is dropped."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, gc=False):
     """One task as a sampler draws it.  The G episodes of a group share it, seed included."""
 
     task_id: str
@@ -74,7 +74,7 @@ AttemptKey = tuple[int, int, int]
 """The unit of the account: (group_id, sample_index, attempt)."""
 
 
-class Assignment(msgspec.Struct, frozen=True):
+class Assignment(msgspec.Struct, frozen=True, gc=False):
     """One attempt at one episode, leased to a slot."""
 
     task: Task
@@ -98,7 +98,7 @@ class Assignment(msgspec.Struct, frozen=True):
         return (self.group_id, self.sample_index, self.attempt)
 
 
-class ImageRef(msgspec.Struct, frozen=True):
+class ImageRef(msgspec.Struct, frozen=True, gc=False):
     """A screenshot by name; its bytes are in the screenshot store."""
 
     digest: str
@@ -109,7 +109,7 @@ class ImageRef(msgspec.Struct, frozen=True):
     """Patches (t, h, w) that the processor makes of it; tokens = t·h·w / merge²."""
 
 
-class Step(msgspec.Struct):
+class Step(msgspec.Struct, gc=False):
     """One turn of the agent: a fresh prompt, what was sampled, what it did."""
 
     prompt_ids: bytes
@@ -139,7 +139,7 @@ class Step(msgspec.Struct):
     """Seconds of browser work (observe and act)."""
 
 
-class Trajectory(msgspec.Struct):
+class Trajectory(msgspec.Struct, gc=False):
     """An attempt that ended: envelope and payload."""
 
     assignment: Assignment
@@ -164,7 +164,7 @@ class Trajectory(msgspec.Struct):
     """`encode_steps(steps)`."""
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, gc=False):
     """The G trajectories of one task, in order of sample_index."""
 
     group_id: int

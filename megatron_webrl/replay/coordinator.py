@@ -25,6 +25,7 @@ from megatron_webrl.replay.batches import has_batch, remove_batches
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.engines import EngineRegistry
 from megatron_webrl.replay.keeper import ScreenshotKeeper
+from megatron_webrl.replay.memory import keep_memory
 from megatron_webrl.replay.queue import Taken
 from megatron_webrl.replay.recorder import BatchRecorder, record_group
 from megatron_webrl.replay.records import Records
@@ -203,6 +204,7 @@ class Coordinator:
     async def run(self) -> None:
         """Serve until cancelled.  Raises AccountError if the account ever fails to balance, what `BatchRecorder.check`
         raises, UserError if the bounds leave no way on or the disk takes nothing more, and (rollout_only) BatchTimeout."""
+        keep_memory()
         await self._server.start()
         try:
             if self._same_start:

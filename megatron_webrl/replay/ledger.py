@@ -60,7 +60,7 @@ class IllegalTransition(Exception):
     """An attempt was not in the state that the change starts from: a defect of the caller."""
 
 
-class Attempt(msgspec.Struct):
+class Attempt(msgspec.Struct, gc=False):
     """A row."""
 
     group_id: int

@@ -7,10 +7,11 @@ trajectories/group-000150/images/DIGEST.png              or .jpg (browser.screen
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_webrl.errors import UserError
 from megatron_webrl.replay.batches import BatchWriter
@@ -103,7 +104,7 @@ def record_group(directory: Path, group: Group, images: dict[str, bytes]) -> Pat
         write_image(folder / "images", digest, data)
     task = {name: getattr(group.task, name) for name in group.task.__struct_fields__}
     content = {"group_id": group.group_id, "task": task, "trajectories": [_trajectory(t) for t in group.trajectories]}
-    (folder / "group.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    (folder / "group.json").write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     return folder
 
 

@@ -14,7 +14,7 @@ PROTOCOL = 4
 """Raised whenever a message changes its meaning or its shape."""
 
 
-class Message(msgspec.Struct, tag=True):
+class Message(msgspec.Struct, tag=True, gc=False):
     """Base of all messages: tagged by the class name."""
 
 
@@ -383,7 +383,7 @@ class Status(Message):
     """Screenshots on disk."""
 
 
-class Account(msgspec.Struct):
+class Account(msgspec.Struct, gc=False):
     """Attempts of the train lane: issued = trained + Σ dropped + in_flight, at every moment."""
 
     issued: int

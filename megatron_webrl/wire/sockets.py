@@ -58,7 +58,7 @@ class MessageTooLarge(WireError):
     """More than MAX_MESSAGE_BYTES: the peer would close the connection."""
 
 
-class Header(msgspec.Struct, array_like=True):
+class Header(msgspec.Struct, array_like=True, gc=False):
     """First frame of every message."""
 
     protocol: int
