@@ -255,8 +255,9 @@ async def _worker(
                 start(assignment)
         except WireError:
             continue
-        if len(running) >= slots:
-            await asyncio.wait(running.values(), timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+        due = time.monotonic() + 1.0
+        while len(running) >= slots and (left := due - time.monotonic()) > 0:
+            await asyncio.wait(running.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 class Pages:

@@ -208,8 +208,9 @@ async def _worker(address: str, keys: Keys, name: str, size: int, episode_s: flo
                 start(assignment)
         except WireError:
             continue
-        if len(running) >= SLOTS_A_WORKER:
-            await asyncio.wait(running.values(), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+        due = time.monotonic() + HEARTBEAT_S
+        while len(running) >= SLOTS_A_WORKER and (left := due - time.monotonic()) > 0:
+            await asyncio.wait(running.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextlib.contextmanager

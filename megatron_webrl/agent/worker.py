@@ -136,8 +136,10 @@ class BrowserWorker:
                 self._running[key].cancel()
         for assignment in reply.assignments:
             self._start(assignment)
+        due = time.monotonic() + heartbeat_s
         if len(self._running) >= self.config.browser.slots:
-            await asyncio.wait(self._running.values(), timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+            while len(self._running) >= self.config.browser.slots and (left := due - time.monotonic()) > 0:
+                await asyncio.wait(self._running.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         elif not free:
             await asyncio.sleep(min(heartbeat_s, max(0.0, self._paused_until - time.monotonic())))
 

@@ -34,6 +34,10 @@ RECONNECT_MS = (100, 1_000)
 RECEIVED_AT_ONCE = 64
 """Messages that a server takes before others of its event loop have their turn."""
 
+COPIED_BYTES = 1 << 16
+"""A larger reply is sent without a copy."""
+_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # zmq's own flags are slow to combine
+
 Reply = TypeVar("Reply", bound=Message)
 Handler = Callable[[str, Any], Awaitable[Message]]
 
@@ -188,9 +192,11 @@ class Server:
             if len(self._tasks) >= MAX_CONCURRENT_HANDLERS:
                 return  # `_finished` goes on
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = [self._socket.recv(_NOW, copy=False)]
             except zmq.Again:
                 return
+            while frames[-1].more:
+                frames.append(self._socket.recv(_NOW, copy=False))
             task = asyncio.Task(self._answer(frames), loop=self._loop, eager_start=True)
             if not task.done():
                 self._tasks.add(task)
@@ -201,10 +207,10 @@ class Server:
         self._tasks.discard(task)
         self._receive_soon()
 
-    async def _answer(self, frames: list[bytes]) -> None:
-        identity, request = frames[0], -1
+    async def _answer(self, frames: list[zmq.Frame]) -> None:
+        identity, request = frames[0].bytes, -1
         try:
-            header = _decode_header(frames[1])
+            header = _decode_header(frames[1].buffer)
             request = header.request
             if header.protocol != PROTOCOL:
                 reply: Message = Refused(
@@ -213,16 +219,20 @@ class Server:
             elif header.run_id != self.run_id:
                 reply = Refused(f"run {header.run_id!r}, this is {self.run_id!r}: the address belongs to another run")
             else:
-                reply = await self._handle(header.sender, _decode_body(frames[2]))
+                message = _decode_body(frames[2].buffer)
+                frames.clear()  # what was decoded is a copy
+                reply = await self._handle(header.sender, message)
         except (msgspec.MsgspecError, IndexError) as error:
             self.malformed += 1
             reply = Refused(f"malformed message: {error}")
         try:
-            answer = _encoded(self.run_id, request, "", reply)
+            head, body = _encoded(self.run_id, request, "", reply)
         except MessageTooLarge as error:
-            answer = _encoded(self.run_id, request, "", Failed(str(error)))
+            head, body = _encoded(self.run_id, request, "", Failed(str(error)))
         with contextlib.suppress(zmq.ZMQError):  # the peer is gone, or does not read: it will ask again
-            self._socket.send_multipart([identity, *answer], zmq.NOBLOCK, copy=False)
+            self._socket.send(identity, _NOW_AND_MORE)
+            self._socket.send(head, _NOW_AND_MORE)
+            self._socket.send(body, _NOW, copy=len(body) < COPIED_BYTES)
         self._receive_soon()
 
     async def _handle(self, sender: str, message: Message) -> Message:
