@@ -139,13 +139,18 @@ def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     rig = Engine(tiny_model_dir, run_id, tmp_path_factory.mktemp("engine"))
     processor = Processor.load(tiny_model_dir)
 
-    async def client() -> GenerationClient:
+    async def clients() -> tuple[Client, GenerationClient]:
         banned, stop = processor.banned_ids(), processor.stop_ids()
-        return GenerationClient(Client(rig.address, run_id, "test"), rig.config.sampling, banned, stop, 600.0)
+        coordinator = Client(rig.address, run_id, "test")
+        return coordinator, GenerationClient(coordinator, rig.config.sampling, banned, stop, 600.0)
 
-    rig.client = rig.wait(client())
+    async def close() -> None:
+        await rig.client.close()
+        coordinator.close()
+
+    coordinator, rig.client = rig.wait(clients())
     yield rig
-    rig.wait(rig.client.close())
+    rig.wait(close())
     rig.coordinator.close()
     rig.close()
     assert not marked(run_id)

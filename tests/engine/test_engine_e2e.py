@@ -214,11 +214,15 @@ def test_refresh_in_flight_is_exact(engine, publisher, policies, processor):
     ends = [processor.end_token_id]
     banned = np.concatenate([processor.banned_ids(), ends])
 
-    async def long_client() -> GenerationClient:
-        sampling = SamplingConfig(max_new_tokens=700)
-        return GenerationClient(Client(engine.address, engine.run_id, "long"), sampling, banned, ends, 300.0)
+    async def clients() -> tuple[Client, GenerationClient]:
+        coordinator = Client(engine.address, engine.run_id, "long")
+        return coordinator, GenerationClient(coordinator, SamplingConfig(max_new_tokens=700), banned, ends, 300.0)
 
-    client = engine.wait(long_client())
+    async def close() -> None:
+        await client.close()
+        coordinator.close()
+
+    coordinator, client = engine.wait(clients())
     flights = [
         engine.submit(client.generate(prompt, shown, seed=i, temperature=1.0, timeout_s=200.0)) for i in range(4)
     ]
@@ -244,7 +248,7 @@ def test_refresh_in_flight_is_exact(engine, publisher, policies, processor):
         split += len(set(versions)) == 2
         assert reply.waited_s > 0
     assert split, "no request ran through the refresh"
-    engine.wait(client.close())
+    engine.wait(close())
     after = ask(engine, IMAGE_PROMPT, shown, processor)
     assert set(unpack(after.versions, INT32)) == {4}
     assert difference(after, policies[1], IMAGE_PROMPT, shown) < TOLERANCE
