@@ -1,6 +1,6 @@
 """What asynchrony brings at the paper's scale: η = 2 against η = 0, real coordinator, queue and sockets, scripted service times.
 
-    python -m benchmarks.async_vs_sync [--steps 16] [--speed 200] [--json FILE] [key=value …]
+    python -m benchmarks.async_vs_sync [--steps 12] [--speed 100] [--json FILE] [key=value …]
 
 Service times are those of benchmarks/async_vs_sync.yaml, each with where it comes from, made `--speed` times shorter;
 `key=value` changes one.  Simulated: pages, engines and trainer, which only wait.  Engines serve in order of arrival, at most
@@ -380,8 +380,8 @@ def measure(directory: Path, times: Any, arm: Arm, steps: int, speed: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="train steps of each arm")
-    parser.add_argument("--speed", type=float, default=200.0, help="how much faster than the service times")
+    parser.add_argument("--steps", type=int, default=12, help="train steps of each arm")
+    parser.add_argument("--speed", type=float, default=100.0, help="how much faster than the service times")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="other service times")
     arguments = parser.parse_args()
@@ -407,8 +407,9 @@ def main() -> None:
     report(rows, arguments.json)
     late = max(values["overslept"] for values in found.values())
     if late > LATE:
-        raise SystemExit(
-            f"sleeps took {late:.0%} longer than asked: give a --speed below {arguments.speed:g}, or wait for a quieter machine"
+        print(
+            f"not to be relied on: sleeps took {late:.0%} longer than asked (give a --speed below {arguments.speed:g}, or wait "
+            "for a quieter machine)"
         )
 
 
