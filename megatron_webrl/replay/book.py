@@ -280,10 +280,6 @@ class Book:
 
     # Trajectories in ------------------------------------------------------------------------------------------------
 
-    def wants(self, key: AttemptKey) -> bool:
-        """Whether a trajectory of this attempt would be accepted."""
-        return key in self._leases
-
     def submit(self, trajectory: Trajectory, now: float) -> str:
         """Take the result of an attempt: `accepted`, `repeat` (had before) or `superseded` (no longer wanted: its screenshots
         are freed)."""
