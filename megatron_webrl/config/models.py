@@ -180,8 +180,6 @@ class EngineConfig(Section):
     """Grace of a cold start before it counts as failed."""
     request_timeout_s: float = Field(default=120.0, gt=0)
     """A reply that takes longer, the engine's absence included, is a fault."""
-    refresh_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of each step of a refresh; an engine that misses it is restarted and joins again."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of one SGLang in a run before the run ends with an error."""
     threads: int | None = Field(default=None, gt=0)
@@ -199,6 +197,26 @@ class EngineConfig(Section):
             if key := ours.get(name.replace("_", "-")):
                 raise ValueError(f"engine.args.{name} is the project's own to set: use {key}")
         return self
+
+
+class RefreshConfig(Section):
+    """How weights get from the trainer into the engines."""
+
+    transport: Literal["broadcast", "disk"] = "broadcast"
+    """`broadcast`: over NCCL (GPUs) or gloo (CPUs), bucket by bucket, engines that cannot be reached so from disk; `disk`: all
+    from an export under `run_dir`, which every engine must see."""
+    mode: Literal["retract", "in_place"] = "retract"
+    """Requests in flight: `retract`: their tokens stay and their KV is computed again with the new weights; `in_place`: they
+    go on at once, on KV of the weights before. Either way each token has the version that sampled it."""
+    bucket_bytes: int = Field(default=512 << 20, gt=0)
+    """Most bytes of one broadcast; a larger tensor goes alone."""
+    cell: int | None = Field(default=None, gt=0)
+    """Engines refreshed at once, the cells in turn while the others generate; null: all."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of each step of a refresh; an engine that misses it is restarted and joins again."""
+    verify_every: int = Field(default=50, ge=0)
+    """After the first refresh and every so many, engines' weights are compared, by checksum, with those of a second load of
+    the same export; a difference ends the run. 0: never."""
 
 
 class WireConfig(Section):
@@ -502,6 +520,7 @@ class RunConfig(Section):
     browser: BrowserConfig = BrowserConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    refresh: RefreshConfig = RefreshConfig()
     wire: WireConfig = WireConfig()
     replay: ReplayConfig = ReplayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -10,33 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine.generation import ImageCache, ServingGate, read_reply, request_body
+from megatron_webrl.engine.receiver import WeightReceiver
 from megatron_webrl.engine.sglang_server import INITIAL_VERSION, SglangError, SglangGone, SglangServer, resolve_device
 from megatron_webrl.observe import Tracer
 from megatron_webrl.wire import Client, Keys, Server, WireError
 from megatron_webrl.wire.messages import (
-    BeginRefresh,
-    Checksum,
-    ChecksumValue,
     Done,
-    EndRefresh,
     EngineStatus,
     EngineUnavailable,
     Generate,
     Generated,
-    JoinWeightGroup,
-    LeaveWeightGroup,
-    LoadBucket,
-    LoadFromDisk,
     Message,
     NeedImages,
 )
@@ -74,35 +64,23 @@ class EngineHost:
         self._first_incarnation = int(time.time() * 1000)
         self._config, self._run_id, self._index = config, run_id, index
         self._coordinator_address, self._log = coordinator_address, log_dir / f"{name}-sglang.log"
-        self._trace, self._keys = trace, keys
-        self._gate = ServingGate()
+        self._keys = keys
+        self.gate = ServingGate()
+        self._weights = WeightReceiver(self, config.refresh.mode, trace)
         self._images = ImageCache()
         self._slots = asyncio.Semaphore(
             config.engine.max_running_requests
         )  # so that queueing is seen, and counted as such
         self._running = 0
         self._changed = asyncio.Event()
-        self._control_lock = asyncio.Lock()
         self._life_lock = asyncio.Lock()
-        self._paused = self._session_open = False
-        self._refresh_began = 0.0
-        self._refresh_deadline: float | None = None
         self._wire = Server(
             address,
             run_id,
-            {
-                Generate: self._generate,
-                JoinWeightGroup: self._join,
-                LeaveWeightGroup: self._leave,
-                BeginRefresh: self._begin_refresh,
-                LoadBucket: self._load_bucket,
-                EndRefresh: self._end_refresh,
-                Checksum: self._checksum,
-                LoadFromDisk: self._load_from_disk,
-            },
+            {Generate: self._generate, **self._weights.handlers()},
             keys=keys,
         )
-        self._sglang: SglangServer
+        self.sglang: SglangServer
 
     @property
     def incarnation(self) -> int:
@@ -126,7 +104,7 @@ class EngineHost:
         """Until cancelled, leaving nothing behind.  Raises UserError (port taken), SglangError (too many restarts)."""
         device = await resolve_device(self._config)
         mark = f"{self._run_id}/{self.name}/sglang"
-        self._sglang = SglangServer(self._config, index=self._index, device=device, mark=mark, log=self._log)
+        self.sglang = SglangServer(self._config, index=self._index, device=device, mark=mark, log=self._log)
         coordinator = Client(self._coordinator_address, self._run_id, self.name, keys=self._keys)
         try:
             await self._wire.start()
@@ -140,7 +118,7 @@ class EngineHost:
                     async with asyncio.timeout(1.0):
                         await coordinator.request(self.status(), timeout=1.0, expect=Done)
         finally:
-            await self._sglang.close()
+            await self.sglang.close()
             await self._wire.close()
             coordinator.close()
 
@@ -151,12 +129,11 @@ class EngineHost:
         while True:
             async with self._life_lock:  # a kill that is still busy must not find the new processes
                 self.starts += 1
-                self._paused = self._session_open = False
-                self._refresh_deadline = None
+                self._weights.reset()
                 self._set("starting")
-                self._sglang.start()
+                self.sglang.start()
             try:
-                await self._sglang.wait_ready(self._config.engine.start_timeout_s)
+                await self.sglang.wait_ready(self._config.engine.start_timeout_s)
             except SglangError as error:
                 failures += 1
                 reason = str(error)
@@ -164,32 +141,42 @@ class EngineHost:
                 failures = 0
                 self._set("waiting_weights")
                 reason = await self._watch()
-            await self._kill(self.incarnation)
+            await self.kill(self.incarnation)
             if self.starts > self._config.engine.max_restarts:
                 raise SglangError(f"{self.name}: its SGLang ended {self.starts} times (engine.max_restarts): {reason}")
             log.warning("%s: SGLang start %d ended: %s", self.name, self.starts, reason)
             await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2**failures))
 
-    async def _kill(self, incarnation: int) -> None:
+    async def kill(self, incarnation: int) -> None:
         """End that incarnation of the SGLang, if it is the present one; nothing is served any more."""
         async with self._life_lock:
             if incarnation == self.incarnation:
                 self._set("starting")
-                await asyncio.to_thread(self._sglang.kill)
+                await asyncio.to_thread(self.sglang.kill)
 
     async def _watch(self) -> str:
         """Returns why the SGLang ended, or must."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            if not self._sglang.alive():
-                return f"a process of it died: {self._sglang.log_tail()}"
-            if self._refresh_deadline is not None and time.monotonic() > self._refresh_deadline:
+            if not self.sglang.alive():
+                return f"a process of it died: {self.sglang.log_tail()}"
+            if self._weights.late():
                 return "a refresh was begun and not ended before its deadline"
+
+    def serve(self, version: int) -> None:
+        """Whole weights of `version` are there: let requests in."""
+        self.version = version
+        self._set("serving")
+        self.gate.open()
+
+    def wait_for_weights(self) -> None:
+        """What the SGLang holds is not whole: nothing is served until it is."""
+        self._set("waiting_weights")
 
     def _set(self, state: str) -> None:
         self.state = state
         if state != "serving":
-            self._gate.shut()
+            self.gate.shut()
             self.version = INITIAL_VERSION
         self._changed.set()
 
@@ -220,11 +207,11 @@ class EngineHost:
     async def _sample(self, body: dict[str, Any], arrived: float, deadline_s: float) -> Generated:
         """Send until a reply comes: a request that died with its SGLang is sampled anew by the next one."""
         while True:
-            await self._gate.wait()
-            sent, shut = time.monotonic(), self._gate.shut_seconds()
+            await self.gate.wait()
+            sent, shut = time.monotonic(), self.gate.shut_seconds()
             with contextlib.suppress(SglangGone):
-                reply = await self._sglang.generate(body, deadline_s)
-                waited = sent - arrived + self._gate.shut_seconds() - shut
+                reply = await self.sglang.generate(body, deadline_s)
+                waited = sent - arrived + self.gate.shut_seconds() - shut
                 generated = read_reply(reply, waited_s=waited, running=self._running)
                 if generated is not None:
                     return generated
@@ -237,129 +224,3 @@ class EngineHost:
             yield
         finally:
             self._running -= 1
-
-    # Weights ----------------------------------------------------------------------------------------------------------
-
-    async def _control(self, timeout_s: float, work: Callable[[], Awaitable[Message]], *, fatal: bool) -> Message:
-        """Run one control message against the present SGLang.  One that is late, or fails where `fatal`, kills it."""
-        incarnation = self.incarnation
-        if self.state not in ("waiting_weights", "serving"):
-            raise SglangError(f"{self.name} is {self.state}: it takes no weights")
-        if fatal:  # a step of a refresh: the next one must come before this one's deadline and as long again
-            self._refresh_deadline = time.monotonic() + 2 * timeout_s
-        try:
-            async with asyncio.timeout(timeout_s), self._control_lock:
-                return await work()
-        except (SglangError, TimeoutError) as error:
-            if fatal or isinstance(error, TimeoutError):
-                log.warning("%s: killing its SGLang: %s", self.name, error or "late")
-                await self._kill(incarnation)
-            raise SglangError(str(error) or f"not done within {timeout_s:.1f} s") from None
-
-    async def _join(self, sender: str, message: JoinWeightGroup) -> Message:
-        async def work() -> Message:
-            await self._sglang.control(
-                "/init_weights_update_group",
-                message.timeout_s + 60.0,
-                group_name=message.group,
-                backend=message.backend,
-                master_address=message.master_address,
-                master_port=message.master_port,
-                rank_offset=message.rank_offset,
-                world_size=message.world_size,
-            )
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=False)
-
-    async def _leave(self, sender: str, message: LeaveWeightGroup) -> Message:
-        async def work() -> Message:
-            await self._sglang.control("/destroy_weights_update_group", message.timeout_s, group_name=message.group)
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=False)
-
-    async def _begin_refresh(self, sender: str, message: BeginRefresh) -> Message:
-        async def work() -> Message:
-            await self._pause(message.timeout_s)
-            if not self._session_open:
-                await self._sglang.control("/begin_weight_update", message.timeout_s)
-                self._session_open = True
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=True)
-
-    async def _load_bucket(self, sender: str, message: LoadBucket) -> Message:
-        async def work() -> Message:
-            if not self._session_open:
-                raise SglangError("LoadBucket without BeginRefresh")
-            await self._sglang.control(
-                "/update_weights_from_distributed",
-                message.timeout_s + 60.0,
-                group_name=message.group,
-                names=message.names,
-                dtypes=message.dtypes,
-                shapes=message.shapes,
-                load_format="flattened_bucket",
-                flush_cache=False,
-            )
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=True)
-
-    async def _end_refresh(self, sender: str, message: EndRefresh) -> Message:
-        async def work() -> Message:
-            if not self._session_open:
-                raise SglangError("EndRefresh without BeginRefresh")
-            await self._sglang.control("/end_weight_update", message.timeout_s)
-            self._session_open = False
-            await self._sglang.control(
-                "/update_weight_version", message.timeout_s, new_version=str(message.version), abort_all_requests=False
-            )
-            await self._resume(message.version, message.timeout_s)
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=True)
-
-    async def _load_from_disk(self, sender: str, message: LoadFromDisk) -> Message:
-        async def work() -> Message:
-            await self._pause(message.timeout_s)
-            await self._sglang.control(
-                "/update_weights_from_disk",
-                message.timeout_s,
-                model_path=message.path,
-                load_format="auto",
-                weight_version=str(message.version),
-            )
-            await self._resume(message.version, message.timeout_s)
-            return Done()
-
-        return await self._control(message.timeout_s, work, fatal=True)
-
-    async def _checksum(self, sender: str, message: Checksum) -> Message:
-        async def work() -> Message:
-            reply = await self._sglang.control("/weights_checker", message.timeout_s, action="checksum")
-            ranks = [rank["checksums"] for rank in reply["ranks"]]
-            return ChecksumValue(hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
-
-        return await self._control(message.timeout_s, work, fatal=False)
-
-    async def _pause(self, timeout_s: float) -> None:
-        """No token is sampled any more; requests in flight keep their tokens and lose their KV."""
-        self._gate.shut()
-        if not self._paused:
-            self._refresh_began = time.time()
-            await self._sglang.control("/pause_generation", timeout_s, mode="retract")
-            self._paused = True
-        await self._sglang.control("/flush_cache", timeout_s)
-
-    async def _resume(self, version: int, timeout_s: float) -> None:
-        """Whole weights: go on with what is in flight, and let new requests in."""
-        await self._sglang.control("/continue_generation", timeout_s)
-        self._paused = False
-        self._refresh_deadline = None
-        self.version = version
-        self._set("serving")
-        self._gate.open()
-        if self._trace is not None:
-            self._trace.record("refresh", self.name, self._refresh_began, time.time(), version=version)

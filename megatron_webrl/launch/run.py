@@ -179,7 +179,7 @@ class Run:
             if engine.state != "waiting_weights":
                 continue
             client = BlockingClient(engine.address, self.cluster.run_id, "driver", keys=self._keys)
-            timeout = self.config.engine.refresh_timeout_s
+            timeout = self.config.refresh.timeout_s
             try:
                 client.request(
                     LoadFromDisk(str(path.resolve()), 0, timeout), timeout=timeout + LOAD_GRACE_S, expect=Done

@@ -112,7 +112,8 @@ class TrainerLoop:
                 self._coordinator,
                 run_id,
                 backend="nccl" if self._trainer.layout.device.type == "cuda" else "gloo",
-                timeout_s=config.engine.refresh_timeout_s,
+                timeout_s=config.refresh.timeout_s,
+                bucket_bytes=config.refresh.bucket_bytes,
                 keys=keys,
             )
             if rank == 0

@@ -5,6 +5,7 @@ from megatron_webrl.wire.messages import PROTOCOL, Message
 from megatron_webrl.wire.sockets import (
     BlockingClient,
     Client,
+    Handler,
     MessageTooLarge,
     RequestFailed,
     RequestRefused,
@@ -17,6 +18,7 @@ __all__ = [
     "PROTOCOL",
     "BlockingClient",
     "Client",
+    "Handler",
     "Keys",
     "Message",
     "MessageTooLarge",

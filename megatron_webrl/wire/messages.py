@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -249,11 +249,11 @@ class EngineUnavailable(Message):
     reason: str
 
 
-# Trainer -> engine host: a refresh is Join (once for a set of members), then Begin … Load (one a bucket) … End -------------
+# Trainer -> engine host: a refresh is Join (once for a set of members and a stage), then Begin … Load (one a bucket) … End -----
 
 
 class JoinWeightGroup(Message):
-    """Join the collective group in which rank 0 is the trainer.  Replied to when the group stands."""
+    """Join the collective group in which rank 0 is a pipeline stage of the trainer.  Replied to when the group stands."""
 
     group: str
     backend: str
@@ -271,7 +271,7 @@ class LeaveWeightGroup(Message):
 
 
 class BeginRefresh(Message):
-    """Stop generation (in-flight requests are kept and recomputed), flush prefix KV and image caches."""
+    """Stop generation; in-flight requests are kept.  A host that got this serves nothing until `EndRefresh` or `LoadFromDisk`."""
 
     version: int
     timeout_s: float
@@ -287,10 +287,18 @@ class LoadBucket(Message):
     """`float32`, `bfloat16`, …"""
     shapes: list[list[int]]
     timeout_s: float
+    version: int | None = None
+    """With the last bucket: tag tokens with it from now on, and drop the prefix KV."""
+
+
+class GiveUpBroadcast(Message):
+    """Another member of the group was lost: a broadcast that does not end within `grace_s` never will."""
+
+    grace_s: float
 
 
 class EndRefresh(Message):
-    """The weights are whole: tag them with `version` and go on."""
+    """The weights are whole: go on."""
 
     version: int
     timeout_s: float
@@ -304,10 +312,12 @@ class Checksum(Message):
 
 class ChecksumValue(Message):
     value: str
+    version: int
+    """That it serves."""
 
 
 class LoadFromDisk(Message):
-    """Load an export (a Hugging Face directory) as `version`; used by checks and by joiners."""
+    """Load an export (a Hugging Face directory) as `version`, also in the middle of a refresh, and serve it."""
 
     path: str
     version: int
@@ -468,7 +478,8 @@ AnyMessage = (
     | CheckpointDurable | TrainerStarted | ClaimVersion | Version
     | ListEngines | Engines | EngineStatus
     | Generate | NeedImages | Generated | EngineUnavailable
-    | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | EndRefresh | Checksum | ChecksumValue | LoadFromDisk
+    | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | GiveUpBroadcast | EndRefresh
+    | Checksum | ChecksumValue | LoadFromDisk
     | StartEvaluation | EvaluationProgress | EvaluationState | BeginTraining | GetStatus | Status | EndRun
     | LackingImages | Lacking | ClaimImages | PutImages | GetImages | Images | ReleaseImages | KeepImages
     | StoreStatus | StoreState
