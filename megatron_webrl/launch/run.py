@@ -280,7 +280,7 @@ def _started(
                 cluster.start(role.name, roles.worker, arguments, restarts=WORKER_RESTARTS)
             elif kind == "trainer":
                 arguments = {
-                    **common,
+                    **serving,
                     **where,
                     "rank": int(index),
                     "master_address": "127.0.0.1",

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -86,6 +87,8 @@ class Book:
         """Back-pressure: no new groups."""
         self.policy = -1
         """Version that the trainer holds."""
+        self.refreshing: Callable[[], bool] = lambda: False
+        """Whether an engine still serves weights older than `policy`."""
         self.completed: list[Group] = []
         """Train groups completed since the caller last emptied this list, each `record_every`-th of them."""
         self.recent: deque[float] = deque(records.ledger.recall("recent", []), maxlen=RECENT_EPISODES)
@@ -449,7 +452,8 @@ class Book:
     def census(self) -> Census:
         """Train groups by where they are, in units."""
         queued, in_training = self.queue.units
-        return Census(len(self._open[Lane.TRAIN]) * self.queue.group_units, queued, in_training)
+        refreshing = self.queue.batch_units if self.refreshing() else 0
+        return Census(len(self._open[Lane.TRAIN]) * self.queue.group_units, queued, in_training + refreshing)
 
     @property
     def leased(self) -> int:

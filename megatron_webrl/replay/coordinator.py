@@ -136,6 +136,7 @@ class Coordinator:
         self._keeper = ScreenshotKeeper(self._store, self.book.owners)
         self._log_metrics = log_metrics
         self._engines = EngineRegistry()
+        self.book.refreshing = lambda: self._engines.behind(self.book.policy)
         self._workers: dict[str, tuple[float, int]] = {}
         """When each was heard of, and its slots."""
         self._sessions: dict[str, str] = {}
@@ -368,9 +369,8 @@ class Coordinator:
         while True:
             if m.step < self._step:
                 return Manifest(m.step, False, begun)  # an early question that was heard late
-            waiting = self._engines.wanting_weights(m.version, asked)
-            if self._stopping or waiting:
-                return Manifest(m.step, False, begun, engines_waiting=waiting, stop=self._stopping)
+            if self._stopping:
+                return Manifest(m.step, False, begun, stop=True)
             # The batch before is to be on disk first.  If it cannot be, `run` ends the run.
             go_on = self._recorder is None or self._recorder.whole or self._recorder.step > m.step
             if go_on and self._out_of_budget(m.step):

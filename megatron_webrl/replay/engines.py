@@ -19,10 +19,10 @@ class EngineRegistry:
         self._heard: dict[str, tuple[EngineStatus, float]] = {}
 
     def hear(self, status: EngineStatus) -> bool:
-        """Returns whether the host's state changed."""
+        """Returns whether the host's state or version changed."""
         old = self._heard.get(status.name)
         self._heard[status.name] = (status, time.monotonic())
-        changed = old is None or old[0].state != status.state
+        changed = old is None or (old[0].state, old[0].version) != (status.state, status.version)
         if changed:
             log.info("engine host %s: %s, version %d", status.name, status.state, status.version)
         return changed
@@ -35,13 +35,6 @@ class EngineRegistry:
                 log.warning("engine host %s is silent for %.0f s", name, now - heard)
         return [status for status, _ in self._heard.values()]
 
-    def wanting_weights(self, version: int, asked: float) -> list[str]:
-        """Hosts that serve nothing until they get weights, and those that said, later than `asked` (when the trainer, which
-        holds `version`, put its question), that they serve older ones: they were silent during the refresh."""
-        self.hosts()
-        return [
-            status.name
-            for status, heard in self._heard.values()
-            if status.state == "waiting_weights"
-            or (status.state == "serving" and status.version < version and heard > asked)
-        ]
+    def behind(self, version: int) -> bool:
+        """Whether an engine serves weights older than `version`: its refresh is under way."""
+        return any(h.state == "serving" and h.version < version for h in self.hosts())

@@ -58,6 +58,8 @@ class Layout:
         self.last_stage = self.pp_rank == self.pp - 1
         self.leads = self.first_stage and self.tp_rank == 0
         """Whether this rank fetches what its data-parallel shard trains on."""
+        self.exports = self.tp_rank == 0 and self.dp_rank == 0
+        """Whether this rank alone hands out its pipeline stage's weights."""
         self.reports = self.last_stage and self.tp_rank == 0
         """Whether this rank alone, of its model-parallel group, accounts for its tokens."""
         self._world = self._host_group(list(range(world_size)))
@@ -149,3 +151,10 @@ def _device(config: RunConfig, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def own_address(master_address: str) -> str:
+    """Where other machines reach this one: its address on the network of `master_address`; loopback if that is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((master_address, 9))
+        return str(probe.getsockname()[0])

@@ -1,8 +1,9 @@
 """The trainer's life: take a batch, train, publish, again; until the coordinator says stop.
 
 Rank 0 talks to the coordinator and decides; what it decides is broadcast, so that all ranks enter the same collectives.
-After every refresh each engine answers one prompt, and before the next update its logprobs are compared with the
-trainer's on the same tokens: an engine that does not hold the published weights ends the run.
+Weights are copied out after a step and travel in the background: the next batch is taken, and trained, meanwhile.  Engines that
+were refreshed by then answer one prompt, and before the next update their logprobs are compared with the trainer's on the
+same tokens.
 """
 
 from __future__ import annotations
@@ -25,20 +26,19 @@ from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.prefetch import Prefetcher
-from megatron_webrl.trainer.refresh import COORDINATOR_AWAY_S, WeightPublisher
+from megatron_webrl.trainer.publishing import Publishing
+from megatron_webrl.trainer.refresh import COORDINATOR_AWAY_S, RefreshReport
 from megatron_webrl.trajectory import FLOAT32, INT32, Group, ImageRef, decode_steps, pack, unpack
 from megatron_webrl.wire import BlockingClient, Keys, Message, WireError
 from megatron_webrl.wire.messages import (
     CheckpointDurable,
     ClaimVersion,
     Done,
-    Engines,
     EngineStatus,
     FetchGroups,
     Generate,
     Generated,
     Groups,
-    ListEngines,
     Manifest,
     NeedImages,
     StepTrained,
@@ -56,6 +56,10 @@ GROUPS_A_MESSAGE = 8
 """Some tens of megabytes at most."""
 RETRY_S = 0.5
 PROBE_TIMEOUT_S = 30.0
+PROBE_WAIT_S = 5.0
+"""That a step waits for replies that are under way."""
+PROBE_TOKENS = 64
+"""Most tokens of such a reply."""
 
 
 class LogprobMismatch(Exception):
@@ -107,23 +111,19 @@ class TrainerLoop:
             total_steps=config.trainer.steps,
         )
         self._processor = Processor.load(config.model.path)
-        self._publisher = (
-            WeightPublisher(
-                self._coordinator,
-                run_id,
-                backend="nccl" if self._trainer.layout.device.type == "cuda" else "gloo",
-                timeout_s=config.refresh.timeout_s,
-                bucket_bytes=config.refresh.bucket_bytes,
-                keys=keys,
-            )
-            if rank == 0
-            else None
+        self._publishing = Publishing(
+            self._trainer,
+            run_id=run_id,
+            coordinator_address=coordinator_address,
+            master_address=master_address,
+            keys=keys,
+            refreshed=self._start_probe,
         )
         self._prefetcher = self._prefetch(run_id, coordinator_address, store_address)
         self._threads = ThreadPoolExecutor(1, "probe")
-        self._probe: Future[list[tuple[str, Row]]] | None = None
+        self._probe: tuple[int, Future[list[tuple[str, Row]]]] | None = None
+        """Version, and the replies to come; set by the thread that publishes."""
         self._prompt: _Prompt | None = None
-        self._weights: list[tuple[str, Any]] | None = None
         self._waiting_since = time.monotonic()
         self._waited_s = 0.0
         """For the next batch."""
@@ -149,9 +149,7 @@ class TrainerLoop:
                 self._checkpoints.finish(block=order == "stop")
                 if order == "stop":
                     return
-                if order == "refresh":
-                    self._publish_again()
-                elif order == "train":
+                if order == "train":
                     self._train(manifest)
                     if self.step % self.config.trainer.checkpoint_every == 0:
                         self._save()
@@ -162,6 +160,7 @@ class TrainerLoop:
                     if not self._saved:
                         self._save()
                     self._checkpoints.finish()
+                    self._publishing.wait()
                     self._trainer.save_hf(Path(self.config.run_dir) / "model_final")
                     finished = True
                     if self.rank == 0:
@@ -172,8 +171,7 @@ class TrainerLoop:
             if self._prefetcher is not None:
                 self._prefetcher.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
-            if self._publisher is not None:
-                self._publisher.close()
+            self._publishing.close()
             self._trainer.close()
             self._coordinator.close()
             self._store.close()
@@ -197,9 +195,10 @@ class TrainerLoop:
     # Orders ---------------------------------------------------------------------------------------------------------
 
     def _next_order(self) -> tuple[str, Manifest]:
-        """What all ranks do next: wait, refresh, train, finish or stop."""
+        """What all ranks do next: wait, train, save, finish or stop."""
         if self.rank != 0:
             return self._share(None)
+        self._publishing.check()
         asked = time.monotonic()
         with self._tracer.span("wait for groups", lane="trainer"):
             manifest = self._ask(Take(self.step, self.version, TAKE_WAIT_S), Manifest)
@@ -207,8 +206,6 @@ class TrainerLoop:
             self._waited_s += time.monotonic() - asked
         if manifest.stop:
             order = "stop"
-        elif manifest.engines_waiting:
-            order = "refresh"
         elif manifest.finished:
             order = "finish"
         elif manifest.save:
@@ -255,7 +252,7 @@ class TrainerLoop:
         self._prepare_probe(manifest.group_ids)
         step, self.step, self._saved = self.step, self.step + 1, False
         if report.applied_updates:
-            metrics["time/refresh_s"] = self._publish_new_version(ClaimVersion(self.version))
+            metrics |= self._publish_new_version(ClaimVersion(self.version))
         if self.rank == 0:
             metrics["time/step_s"] = time.time() - started
             metrics["time/wait_s"], self._waited_s = self._waited_s, 0.0
@@ -285,27 +282,25 @@ class TrainerLoop:
 
     # Publishing -----------------------------------------------------------------------------------------------------
 
-    def _publish_new_version(self, claim: TrainerStarted | ClaimVersion) -> float:
-        """Export, claim a version, refresh the engines.  Returns the seconds that engines stood still."""
-        self._weights = self._trainer.export()
+    def _publish_new_version(self, claim: TrainerStarted | ClaimVersion) -> dict[str, float]:
+        """Claim a version for the weights, copy them out and begin to send them.  Returns what the refresh before took, which
+        is over by then."""
+        metrics = {}
+        if (report := self._publishing.wait()) is not None:
+            metrics = {
+                "time/refresh_s": report.pause_s,
+                "refresh/engines": float(len(report.hosts)),
+                "refresh/failed": float(len(report.failed)),
+                "refresh/from_disk": float(len(report.from_disk)),
+            }
+            if report.verified:
+                metrics["refresh/verified"] = float(report.verified)
         if self.rank == 0:
             self.version = self._ask(claim, Version).version
         self.version = self._share(self.version)
-        return self._publish_again()
-
-    def _publish_again(self) -> float:
-        """Refresh every engine that is up with the newest weights."""
-        if self._publisher is None:
-            return 0.0
-        assert self._weights is not None
-        with self._tracer.span("refresh", lane="trainer", version=self.version):
-            report = self._publisher.publish(self.version, self._weights)
-        if report.failed:
-            log.warning("version %d: refresh failed at %s, they start again", self.version, report.failed)
-        if not report.hosts:
-            time.sleep(RETRY_S)
-        self._start_probe(report.hosts)
-        return float(report.seconds)
+        with self._tracer.span("export", lane="trainer", version=self.version):
+            self._publishing.publish(self.version)
+        return metrics
 
     def _save(self) -> None:
         began = time.monotonic()
@@ -325,13 +320,11 @@ class TrainerLoop:
                 self._prompt = _Prompt(steps[0].prompt_ids, refs, self._fetch_images([r.digest for r in refs]))
                 return
 
-    def _start_probe(self, hosts: list[str]) -> None:
+    def _start_probe(self, report: RefreshReport) -> None:
         """Ask every refreshed engine for one reply, in the background."""
-        if self._prompt is None or not hosts:
-            return
-        engines = self._ask(ListEngines(), Engines).hosts
-        chosen = [e for e in engines if e.name in hosts]
-        self._probe = self._threads.submit(self._ask_engines, self._prompt, chosen, self.version)
+        if self._prompt is not None and report.engines:
+            replies = self._threads.submit(self._ask_engines, self._prompt, report.engines, report.version)
+            self._probe = report.version, replies
 
     def _ask_engines(self, prompt: _Prompt, engines: list[EngineStatus], version: int) -> list[tuple[str, Row]]:
         """One reply of each, asked at once."""
@@ -342,7 +335,7 @@ class TrainerLoop:
                 prompt_ids=prompt.prompt_ids,
                 digests=[r.digest for r in prompt.refs],
                 images=prompt.images,
-                max_new_tokens=self.config.sampling.max_new_tokens,
+                max_new_tokens=min(PROBE_TOKENS, self.config.sampling.max_new_tokens),
                 temperature=self.config.sampling.temperature,
                 seed=version,
                 banned_ids=pack(self._processor.banned_ids(), INT32),
@@ -366,10 +359,10 @@ class TrainerLoop:
     def _check_probe(self) -> dict[str, float]:
         """Largest |engine − trainer| logprob of the replies since the last refresh; collective."""
         replies: list[tuple[str, Row]] = []
-        if self._probe is not None:
-            probe, self._probe = self._probe, None
+        probe, self._probe = self._probe, None
+        if probe is not None and probe[0] == self.version:
             try:
-                replies = probe.result(timeout=2 * PROBE_TIMEOUT_S)
+                replies = probe[1].result(timeout=PROBE_WAIT_S)
             except TimeoutError:
                 log.warning("no engine answered its probe after the refresh to version %d in time", self.version)
         replies, images = self._share((replies, self._prompt.images if replies and self._prompt else {}))

@@ -24,13 +24,15 @@ from megatron_webrl.algorithm import LossTerms, fused_linear_grpo_loss, linear_l
 from megatron_webrl.config import OptimizerConfig, RunConfig, check_layout, model_shape
 from megatron_webrl.processor import Processor
 from megatron_webrl.replay import Lineage
+from megatron_webrl.run_directory import partial_path
 from megatron_webrl.trainer import checkpoint, grpo, sft
 from megatron_webrl.trainer.batch import MicroBatch, Row, Sample, collate, prepare, split
+from megatron_webrl.trainer.export import Snapshot, begin_directory, complete_directory, plan_buckets, write_stage
 from megatron_webrl.trainer.layout import Layout
 from megatron_webrl.trainer.model import OutputLayer, Qwen3VL, layer_spec, transformer_config
 from megatron_webrl.trainer.pixels import PixelStore
 from megatron_webrl.trainer.schedule import learning_rate
-from megatron_webrl.trainer.weights import HuggingFaceWeights, write_directory
+from megatron_webrl.trainer.weights import HuggingFaceWeights
 from megatron_webrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -117,6 +119,10 @@ class PolicyTrainer:
         ]
         """This rank's part of the model: one chunk, or those of a virtual pipeline."""
         self.weights.load(self.chunks, layout)
+        self.plan = plan_buckets(
+            self.weights.entries, self.weights.lengths, dtype, limit=config.refresh.bucket_bytes, pp=layout.pp
+        )
+        """In what order the weights leave, and in what buckets."""
         self._ddp = [
             DistributedDataParallel(
                 megatron_config,
@@ -189,16 +195,36 @@ class PolicyTrainer:
         merged = {i: logp for part in self.layout.gather(known) for i, logp in part.items()}
         return [merged[i] for i in range(len(rows))]
 
-    def export(self) -> list[tuple[str, Tensor]] | None:
-        """Weights by Hugging Face name, whole, on the host, in the training dtype: on rank 0, None elsewhere.  A tied
-        output layer is not among them."""
-        return self.weights.export(self.chunks, self.layout)
+    def export(self, snapshot: Snapshot | None, version: int) -> None:
+        """Copy the weights into `snapshot`, of this stage, on the ranks that hold one (`layout.exports`); None elsewhere."""
+        if snapshot is not None:
+            snapshot.begin(version)
+        for index, tensors in self.weights.export(self.chunks, self.layout, self.plan):
+            if snapshot is not None:
+                for (_, place), tensor in zip(self.plan[index].views(snapshot.memory(index)), tensors, strict=True):
+                    place.copy_(tensor, non_blocking=True)
+                if self.layout.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+                snapshot.whole(index)
+
+    def snapshot(self) -> Snapshot | None:
+        """Memory for `export`, on the ranks that take part in it."""
+        if not self.layout.exports:
+            return None
+        return Snapshot(self.plan, self.layout.pp_rank, pinned=self.layout.device.type == "cuda")
 
     def save_hf(self, directory: Path) -> None:
-        """Write a complete Hugging Face directory, whole or not at all."""
-        weights = self.export()
-        if weights is not None:
-            write_directory(directory, weights, self.config.model.path)
+        """Write a complete Hugging Face directory, whole or not at all, each stage its own files."""
+        if self.layout.rank == 0:
+            begin_directory(directory)
+        self.layout.barrier()
+        snapshot = self.snapshot()
+        self.export(snapshot, 0)
+        if snapshot is not None:
+            write_stage(partial_path(directory), snapshot, 0)
+        self.layout.barrier()
+        if self.layout.rank == 0:
+            complete_directory(directory, self.plan, self.config.model.path)
         self.layout.barrier()
 
     def save(self, directory: Path, state: dict[str, Any]) -> None:

@@ -1,56 +1,76 @@
-"""Weights from trainer rank 0 to every engine that is ready for them: join, begin, one broadcast a bucket, end.
+"""The refresh, led by trainer rank 0: every engine gets the newest weights, and none ever serves a mixture.
 
-Every step has a deadline.  The replies of the engine hosts are the truth about a broadcast: nothing waits on the
-collective itself before all of them have answered.  An engine that fails a step is killed by its own host, left out,
-and the refresh is repeated for the others.
+    for each cell of engines, in turn:
+        groups stand (one a pipeline stage: that stage's first rank and the cell's engines), if they do not yet
+        begin at all engines | for each bucket of the plan: load at all engines, send at its stage | end at all engines
+
+One bucket is under way at a time, over all stages: SGLang receives one at a time, and two orders at two engines would
+wait for each other for ever.  The replies of the engine hosts are the truth about a broadcast, and every one is checked.
+When a step fails at one engine, a broadcast can be lost for all: the cell's engines then load the same version from an
+export on disk, and so does every engine that appears between two refreshes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
-from megatron_webrl.wire import BlockingClient, Keys, WireError
+from megatron_webrl.config import RefreshConfig
+from megatron_webrl.trainer.export import Bucket, begin_directory, complete_directory
+from megatron_webrl.trainer.source import in_thread
+from megatron_webrl.wire import Client, Keys, Message, RequestFailed, WireError
 from megatron_webrl.wire.messages import (
     BeginRefresh,
+    Checksum,
+    ChecksumValue,
     Done,
+    DropGroup,
     EndRefresh,
     Engines,
     EngineStatus,
+    GiveUpBroadcast,
     JoinWeightGroup,
     LeaveWeightGroup,
     ListEngines,
     LoadBucket,
-    Message,
+    LoadFromDisk,
+    OpenRendezvous,
+    Rendezvous,
+    SendBucket,
+    StandGroup,
+    WriteStage,
 )
 
 log = logging.getLogger(__name__)
 
 TRIES = 3
+"""To make a weight group; and loads from disk that an engine may refuse before the run ends."""
 REPLY_GRACE_S = 10.0
 """A host answers at its deadline at the latest, when it has killed its SGLang; so much later we give up on itself."""
-
+GIVE_UP_S = 5.0
+"""When a member of a group is lost: so long the others may need to notice it, before their hosts kill them."""
 REJOIN_AFTER_S = 1.0
-LEAVE_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0
+LEAVE_S = 3.0
+"""At the end, when nothing depends on it."""
 COORDINATOR_AWAY_S = 300.0
 """So long a question is repeated before the trainer gives up: a killed coordinator is back in some seconds."""
 
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
+Key = tuple[str, int]
+"""Name and incarnation of an engine."""
+Expected = TypeVar("Expected", bound=Message)
 
 
 class RefreshError(Exception):
-    """Engines were ready, and none could be refreshed."""
+    """Engines are there and do not take the weights, or do not hold them afterwards."""
 
 
 @dataclass
@@ -58,255 +78,425 @@ class RefreshReport:
     """What a publish did."""
 
     version: int
-    seconds: float
-    hosts: list[str] = field(default_factory=list)
-    """Engines that serve the version."""
+    seconds: float = 0.0
+    """In all."""
+    pause_s: float = 0.0
+    """Longest that an engine stood still."""
+    engines: list[EngineStatus] = field(default_factory=list)
+    """Those that serve the version."""
     failed: list[str] = field(default_factory=list)
-    """Engines that were ready and failed a step: they restart and wait for weights."""
+    """Engines that were ready and do not serve it: they load it from disk when they can."""
+    from_disk: list[str] = field(default_factory=list)
+    """Of `engines`, those that a broadcast did not reach."""
+    verified: int = 0
+    """Engines whose weights were compared with a second load of the export."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of `engines`."""
+        return [engine.name for engine in self.engines]
 
 
 class WeightPublisher:
-    """Leads refreshes; trainer rank 0 owns the only one.
+    """Leads refreshes; trainer rank 0 owns the only one.  All of it runs in one event loop.
 
-    coordinator: is asked for the engines; backend: `gloo` (CPU) or `nccl`; timeout_s: deadline of every step;
-    bucket_bytes: most bytes of a broadcast (a larger tensor goes alone); address: where engines reach this process.
+    coordinator: is asked for the engines; plan: of all stages; sources: the address of each stage's `WeightSource`;
+    backend: `gloo` or `nccl`; export_dir: gets exports, as `v7`, and must be seen by stages and engines alike; model_path:
+    whose configuration and tokenizer an export gets.
     """
 
     def __init__(
         self,
-        coordinator: BlockingClient,
-        run_id: str,
+        config: RefreshConfig,
+        coordinator: Client,
+        plan: Sequence[Bucket],
+        sources: Sequence[str],
+        *,
         backend: str,
-        timeout_s: float,
-        bucket_bytes: int = 512 << 20,
-        address: str = "127.0.0.1",
+        export_dir: Path,
+        model_path: Path,
         keys: Keys | None = None,
     ) -> None:
-        self._coordinator, self._run_id, self._backend, self._timeout_s = coordinator, run_id, backend, timeout_s
-        self._bucket_bytes, self._address, self._keys = bucket_bytes, address, keys
-        self._group: _WeightGroup | None = None
-        self._groups_made = 0
-        self._clients: dict[str, BlockingClient] = {}
+        self._config, self._coordinator, self._plan, self._backend = config, coordinator, plan, backend
+        self._export_dir, self._model_path, self._keys = export_dir.resolve(), model_path, keys
+        self._timeout_s = config.timeout_s
+        self._sources = [Client(address, coordinator.run_id, "refresh", keys=keys) for address in sources]
+        self._engines: dict[str, Client] = {}
+        self._snapshot = asyncio.Lock()
+        """Held while the stages' snapshots are filled or read."""
+        self._version: int | None = None
+        """That the snapshots hold, whole."""
+        self._exported: int | None = None
+        self._holds: dict[Key, int] = {}
+        """What each engine is known to serve."""
+        self._loading: dict[Key, asyncio.Task[None]] = {}
+        self._refused: dict[str, int] = {}
+        self._cell_of: dict[str, int] = {}
+        self._groups: dict[int, _Groups] = {}
+        """By cell."""
+        self._groups_made = self._refreshes = 0
 
-    def publish(self, version: int, tensors: NamedTensors, engines: list[EngineStatus] | None = None) -> RefreshReport:
-        """Refresh every ready engine to `version`.
+    # What the trainer calls
 
-        tensors: Hugging Face name and whole tensor, any device and dtype.  engines: as the coordinator lists them;
-        None asks it.  Returns with `hosts` empty if no engine is ready, or none any more: those in `failed` restart and
-        will wait for weights.  Raises RefreshError if engines stayed ready and no try reached them.
+    async def publish(self, version: int) -> RefreshReport:
+        """Refresh every ready engine to `version`, whose snapshots are whole now or are being filled.
+
+        Raises RefreshError if an engine proves to hold other weights afterwards, WireError if the coordinator is gone.
         """
         began = time.monotonic()
-        report = RefreshReport(version, 0.0)
-        out: set[tuple[str, int]] = set()
-        for attempt in range(TRIES):
-            listed = engines if engines is not None and attempt == 0 else self._list()
-            ready = [h for h in listed if h.state in ("waiting_weights", "serving") and _key(h) not in out]
-            if not ready:
-                break
-            bad, killed = self._refresh(ready, version, tensors)
-            if not bad:
-                report.hosts = [h.name for h in ready]
-                break
-            log.warning("refresh to version %d failed: %s", version, "; ".join(f"{n}: {e}" for n, e in bad.items()))
-            self._drop_group()
-            report.failed = sorted({*report.failed, *bad})
-            if killed:
-                out |= {_key(h) for h in ready if h.name in bad}
-            else:
-                time.sleep(REJOIN_AFTER_S)
-        else:
-            raise RefreshError(
-                f"version {version} reached no engine in {TRIES} tries; failed: {', '.join(report.failed)}"
-            )
-        report.failed = [name for name in report.failed if name not in report.hosts]
-        report.seconds = time.monotonic() - began
+        report = RefreshReport(version)
+        async with self._snapshot:
+            self._version = None
+            ready = [h for h in await self._list() if _ready(h) and _key(h) not in self._loading]
+            if self._config.transport == "disk" and ready:
+                await self._export(version)
+            for cell, hosts in sorted(self._cells(ready).items()):
+                await self._refresh_cell(cell, hosts, version, report)
+            self._version = version
+            self._refreshes += bool(report.engines)
+            report.seconds = time.monotonic() - began
+            if report.engines and self._due():
+                report.verified = await self._verify(version, report.engines)
         return report
 
-    def close(self) -> None:
-        """Leave the weight group and drop all connections."""
-        if self._group is not None:
-            members, name = self._group.members, self._group.name
-            self._drop_group()
-            self._all(members, lambda h: LeaveWeightGroup(name, LEAVE_TIMEOUT_S), LEAVE_TIMEOUT_S)
-        for client in self._clients.values():
-            client.close()
-        self._clients.clear()
+    def _due(self) -> bool:
+        every = self._config.verify_every
+        return every > 0 and (self._refreshes - 1) % every == 0
 
-    def _list(self) -> list[EngineStatus]:
-        return self._coordinator.request(ListEngines(), timeout=5.0, expect=Engines, retry_s=COORDINATOR_AWAY_S).hosts
-
-    def _refresh(self, hosts: list[EngineStatus], version: int, tensors: NamedTensors) -> tuple[dict[str, str], bool]:
-        """One try.  Returns what failed, by host, and whether those that failed are being restarted (a step failed) or
-        may be asked again (only the rendezvous did: one that does not come fails it for all)."""
-        timeout = self._timeout_s
-        stands = self._group is not None and self._group.keys == {_key(h) for h in hosts}
-        if not stands and (bad := self._join(hosts)):
-            return bad, False
-        assert self._group is not None
-        group = self._group
-        if bad := self._all(hosts, lambda h: BeginRefresh(version, timeout), timeout):
-            return bad, True
-        for bucket in buckets(tensors, self._bucket_bytes):
-            if bad := self._send(hosts, group, bucket):
-                return bad, True
-        return self._all(hosts, lambda h: EndRefresh(version, timeout), timeout), True
-
-    def _send(
-        self, hosts: list[EngineStatus], group: _WeightGroup, bucket: list[tuple[str, torch.Tensor]]
-    ) -> dict[str, str]:
-        """One bucket, as one broadcast of its bytes."""
-        message = LoadBucket(
-            group=group.name,
-            names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            shapes=[list(tensor.shape) for _, tensor in bucket],
-            timeout_s=self._timeout_s,
-        )
-        flat = torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in bucket])
-        return self._all(hosts, lambda h: message, self._timeout_s, meanwhile=lambda: group.broadcast(flat))
-
-    def _join(self, hosts: list[EngineStatus]) -> dict[str, str]:
-        """Leave the old group, make a new one, on a fresh port and under a fresh name, with these hosts."""
-        if self._group is not None:
-            present = {_key(h) for h in hosts}
-            stay = [h for h in self._group.members if _key(h) in present]
-            old = self._group.name
-            self._drop_group()
-            self._all(stay, lambda h: LeaveWeightGroup(old, self._timeout_s), self._timeout_s)
-        self._groups_made += 1
-        name = self._group_name()
-        offsets, world = {}, 1
-        for host in hosts:
-            offsets[host.name] = world
-            world += host.ranks
-        store = dist.TCPStore(
-            self._address, 0, world, is_master=True, timeout=timedelta(seconds=self._timeout_s), wait_for_workers=False
-        )
-
-        def message(host: EngineStatus) -> JoinWeightGroup:
-            return JoinWeightGroup(
-                group=name,
-                backend=self._backend,
-                master_address=self._address,
-                master_port=store.port,
-                rank_offset=offsets[host.name],
-                world_size=world,
-                timeout_s=self._timeout_s,
-            )
-
-        group = _WeightGroup(name, hosts, self._backend)
-        bad = self._all(hosts, message, self._timeout_s, meanwhile=lambda: group.stand(store, world, self._timeout_s))
-        self._group = group
-        return bad
-
-    def _group_name(self) -> str:
-        return f"{self._run_id}-{os.getpid()}-{self._groups_made}"
-
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
-
-    def _all(
-        self,
-        hosts: Sequence[EngineStatus],
-        message: Callable[[EngineStatus], Message],
-        timeout_s: float,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> dict[str, str]:
-        """Send to all hosts at once, take part in the collective meanwhile, and await every reply.  Returns failures.
-
-        The collective runs in a thread of its own: it must not outlive the replies, and if they fail it is aborted.
-        """
-        pool = ThreadPoolExecutor(max_workers=len(hosts) + 1, thread_name_prefix="refresh")
-        ours = pool.submit(meanwhile) if meanwhile is not None else None
-        futures = {h.name: pool.submit(self._ask, h, message(h), timeout_s + REPLY_GRACE_S) for h in hosts}
-        pool.shutdown(wait=False)
-        bad = {}
-        for name, future in futures.items():
-            if error := future.result():
-                bad[name] = error
-        if ours is not None and not bad:
+    async def load_joiners(self) -> None:
+        """For ever: give the newest weights to every engine that appears between two refreshes, from disk.  Raises
+        RefreshError if one refuses them again and again."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for key in [key for key, task in self._loading.items() if task.done()]:
+                self._loading.pop(key).result()
+            if self._version is None:
+                continue
             try:
-                ours.result(timeout=timeout_s)
-            except Exception as error:  # every host was content, so none is to blame: all are asked again
-                bad = {h.name: f"the trainer's side of the collective: {error}" for h in hosts}
-        return bad
+                hosts = await self._list()
+            except WireError as error:
+                log.warning("coordinator: %s", error)
+                continue
+            self._forget({_key(h) for h in hosts})
+            for host in hosts:
+                if self._wants(host) and _key(host) not in self._loading:
+                    self._loading[_key(host)] = asyncio.create_task(self._load(host))
 
-    def _ask(self, host: EngineStatus, message: Message, timeout_s: float) -> str:
-        """Empty, or what failed.  One request at a time for a host, from whichever thread."""
-        client = self._clients.get(host.address)
-        if client is None:
-            client = self._clients[host.address] = BlockingClient(
-                host.address, self._run_id, "trainer", keys=self._keys
-            )
+    async def close(self) -> None:
+        """Leave the weight groups at the engines, and drop all connections and exports.  The coordinator's is the owner's."""
+        for groups in self._groups.values():
+            for group in groups.names:
+                leave = LeaveWeightGroup(group, LEAVE_S)
+                await asyncio.gather(
+                    *(self._engine(h).request(leave, timeout=LEAVE_S, expect=Done) for h in groups.members),
+                    return_exceptions=True,
+                )
+        for client in (*self._sources, *self._engines.values()):
+            client.close()
+        self._engines.clear()
+        await in_thread(lambda: shutil.rmtree(self._export_dir, ignore_errors=True), 60.0)
+
+    # Engines
+
+    async def _list(self) -> list[EngineStatus]:
+        reply = await self._coordinator.request(ListEngines(), timeout=5.0, expect=Engines, retry_s=COORDINATOR_AWAY_S)
+        return sorted(reply.hosts, key=lambda h: h.name)
+
+    def _wants(self, host: EngineStatus) -> bool:
+        """Whether it was left out of the newest refresh."""
+        newest = self._version
+        if newest is None or not _ready(host):
+            return False
+        return host.state == "waiting_weights" or max(host.version, self._holds.get(_key(host), -1)) < newest
+
+    def _forget(self, present: set[Key]) -> None:
+        names = {name for name, _ in present}
+        self._holds = {key: version for key, version in self._holds.items() if key in present}
+        self._refused = {name: count for name, count in self._refused.items() if name in names}
+        self._cell_of = {name: cell for name, cell in self._cell_of.items() if name in names}
+
+    def _cells(self, hosts: Sequence[EngineStatus]) -> dict[int, list[EngineStatus]]:
+        """Hosts by cell; a host stays in its own."""
+        size = self._config.cell or max(1, len(hosts))
+        cells: dict[int, list[EngineStatus]] = {}
+        if self._config.cell is None:
+            return {0: list(hosts)} if hosts else {}
+        for host in hosts:
+            if host.name not in self._cell_of:
+                taken = list(self._cell_of.values())
+                self._cell_of[host.name] = next(c for c in range(len(taken) + 1) if taken.count(c) < size)
+            cells.setdefault(self._cell_of[host.name], []).append(host)
+        return cells
+
+    async def _ask(self, host: EngineStatus, message: Message, timeout_s: float) -> str:
+        """Empty, or what failed."""
         try:
-            client.request(message, timeout=timeout_s, expect=Done)
+            await self._engine(host).request(message, timeout=timeout_s + REPLY_GRACE_S, expect=Done)
             return ""
         except WireError as error:
             return str(error)
 
+    def _engine(self, host: EngineStatus) -> Client:
+        client = self._engines.get(host.address)
+        if client is None:
+            client = self._engines[host.address] = Client(
+                host.address, self._coordinator.run_id, "trainer", keys=self._keys
+            )
+        return client
 
-class _WeightGroup:
-    """A process group of the trainer (rank 0) and the engines, independent of the trainer's own."""
+    async def _all(self, hosts: Sequence[EngineStatus], message: Callable[[EngineStatus], Message]) -> dict[str, str]:
+        """Send to all hosts at once and await every reply.  Returns failures by name."""
+        replies = await asyncio.gather(*(self._ask(h, message(h), self._timeout_s) for h in hosts))
+        return {h.name: error for h, error in zip(hosts, replies, strict=True) if error}
 
-    def __init__(self, name: str, members: Sequence[EngineStatus], backend: str) -> None:
-        self.name, self.members, self.backend = name, list(members), backend
-        self.keys = {_key(h) for h in members}
-        self._group: Any = None
+    # One cell
 
-    def stand(self, store: dist.Store, world_size: int, timeout_s: float) -> None:
-        """Rendezvous; returns when every member is there.
+    async def _refresh_cell(self, cell: int, hosts: list[EngineStatus], version: int, report: RefreshReport) -> None:
+        """Refresh these, and note in `report` what came of it."""
+        bad: dict[str, str] = {}
+        began = time.monotonic()
+        if self._config.transport == "broadcast":
+            groups, hosts = await self._stand(cell, hosts, report)
+            if groups is None:
+                bad = dict.fromkeys((h.name for h in hosts), "no weight group")
+            else:
+                began = time.monotonic()
+                bad = await self._broadcast(groups, hosts, version)
+                if bad:
+                    log.warning("refresh to version %d failed: %s", version, _told(bad))
+                    await self._leave(groups, [])
+        if bad or self._config.transport == "disk":
+            path = await self._export(version)
+            bad = await self._all(hosts, lambda h: LoadFromDisk(str(path), version, self._timeout_s))
+            if bad:
+                log.warning("version %d was not loaded from disk: %s", version, _told(bad))
+            report.from_disk += [h.name for h in hosts if h.name not in bad]
+        report.pause_s = max(report.pause_s, time.monotonic() - began)
+        report.engines += [h for h in hosts if h.name not in bad]
+        report.failed += sorted(bad)
+        self._holds |= {_key(h): version for h in hosts if h.name not in bad}
 
-        The same as SGLang's `init_custom_process_group`, whose import would cost 12 s and 270 MB.  torch has no public
-        way to make a group that is not a part of the default one.
-        """
-        timeout = timedelta(seconds=timeout_s)
-        self._group, _ = c10d._new_process_group_helper(
-            world_size,
-            0,
-            [],
-            c10d.Backend(self.backend),
-            dist.PrefixStore(self.name, store),
-            group_name=c10d.GroupName(self.name),
-            timeout=timeout,
+    async def _broadcast(self, groups: _Groups, hosts: Sequence[EngineStatus], version: int) -> dict[str, str]:
+        """All buckets, once.  Returns failures, after which the groups are not to be used again."""
+        if bad := await self._all(hosts, lambda h: BeginRefresh(version, self._timeout_s)):
+            return bad
+        for index in range(len(self._plan)):
+            if bad := await self._send(groups, hosts, version, index):
+                return bad
+        return await self._all(hosts, lambda h: EndRefresh(version, self._timeout_s))
+
+    async def _send(self, groups: _Groups, hosts: Sequence[EngineStatus], version: int, index: int) -> dict[str, str]:
+        """One bucket.  At the first failure the others are told, and our side of the broadcast is ended."""
+        bucket = self._plan[index]
+        group = groups.names[bucket.stage]
+        message = LoadBucket(
+            group=group,
+            names=list(bucket.names),
+            dtypes=[str(bucket.dtype).removeprefix("torch.")] * len(bucket.names),
+            shapes=[list(shape) for shape in bucket.shapes],
+            timeout_s=self._timeout_s,
+            version=version if index == len(self._plan) - 1 else None,
         )
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
+        loads = {h.name: asyncio.create_task(self._ask(h, message, self._timeout_s)) for h in hosts}
+        send = asyncio.create_task(self._source(bucket.stage, SendBucket(group, version, index, self._timeout_s), Done))
+        waiting: set[asyncio.Task[str]] = set(loads.values())
+        notices: list[asyncio.Task[str]] = []
+        lost = False
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not lost and any(task.result() for task in done):
+                lost = True
+                notice = GiveUpBroadcast(GIVE_UP_S)
+                notices = [asyncio.create_task(self._ask(h, notice, 1.0)) for h in hosts if not loads[h.name].done()]
+                with contextlib.suppress(WireError):
+                    await self._source(bucket.stage, DropGroup(group), Done)
+        bad = {name: task.result() for name, task in loads.items() if task.result()}
+        if bad:
+            send.cancel()
+            await asyncio.gather(*notices)
+            return bad
+        try:
+            await send
+        except WireError as error:  # every host was content, so none is to blame
+            return dict.fromkeys(loads, f"the trainer's side of the broadcast: {error}")
+        return {}
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send bytes, uint8 [n], on the device that the backend wants."""
-        if self.backend == "nccl":
-            flat = flat.cuda()
-        dist.broadcast(flat, src=0, group=self._group)
-        if self.backend == "nccl":
-            torch.cuda.current_stream().synchronize()
+    async def _source(self, stage: int, message: Message, expect: type[Expected]) -> Expected:
+        """Ask a pipeline stage.  Raises WireError."""
+        return await self._sources[stage].request(message, timeout=2 * self._timeout_s + REPLY_GRACE_S, expect=expect)
 
-    def abort(self) -> None:
-        """Give the group up, also in the middle of a collective."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        with contextlib.suppress(Exception):
-            group.abort()
-        for registry in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks):
-            registry.pop(group, None)
-        with contextlib.suppress(Exception):
-            c10d._unregister_process_group(c10d.GroupName(self.name))
+    # Weight groups
+
+    async def _stand(
+        self, cell: int, hosts: list[EngineStatus], report: RefreshReport
+    ) -> tuple[_Groups | None, list[EngineStatus]]:
+        """The cell's groups with just these hosts, made anew if they are not as they should be; and the hosts that are in
+        them: one that does not come to the rendezvous, which fails it for all, is left out of the next try."""
+        for _ in range(TRIES):
+            groups = self._groups.get(cell)
+            if groups is not None and {_key(h) for h in groups.members} == {_key(h) for h in hosts}:
+                return groups, hosts
+            if groups is not None:
+                present = {_key(h) for h in hosts}
+                await self._leave(groups, [h for h in groups.members if _key(h) in present])
+            if not hosts:
+                return None, hosts
+            self._groups_made += 1
+            name = f"{self._coordinator.run_id}-{os.getpid()}-{self._groups_made}"
+            groups = _Groups(cell, [f"{name}-{stage}" for stage in range(len(self._sources))], list(hosts))
+            self._groups[cell] = groups
+            bad: dict[str, str] = {}
+            for stage, group in enumerate(groups.names):
+                if bad := await self._join(stage, group, hosts):
+                    break
+            if not bad:
+                continue
+            log.warning("weight group %s: %s", name, _told(bad))
+            await self._leave(groups, hosts)
+            if len(bad) < len(hosts):
+                report.failed += sorted(bad)
+                hosts = [h for h in hosts if h.name not in bad]
+            await asyncio.sleep(REJOIN_AFTER_S)
+        groups = self._groups.get(cell)
+        return (groups, hosts) if groups is not None else (None, hosts)
+
+    async def _join(self, stage: int, group: str, hosts: Sequence[EngineStatus]) -> dict[str, str]:
+        """A rendezvous of a stage and these hosts.  Returns failures."""
+        offsets, world = {}, 1
+        for host in hosts:
+            offsets[host.name] = world
+            world += host.ranks
+        try:
+            met = await self._source(stage, OpenRendezvous(group, world, self._timeout_s), Rendezvous)
+            stand = asyncio.create_task(self._source(stage, StandGroup(group, self._timeout_s), Done))
+            bad = await self._all(
+                hosts,
+                lambda h: JoinWeightGroup(
+                    group=group,
+                    backend=self._backend,
+                    master_address=met.address,
+                    master_port=met.port,
+                    rank_offset=offsets[h.name],
+                    world_size=world,
+                    timeout_s=self._timeout_s,
+                ),
+            )
+            if bad:
+                stand.cancel()
+            else:
+                await stand
+            return bad
+        except WireError as error:
+            return dict.fromkeys((h.name for h in hosts), f"the trainer's side of the rendezvous: {error}")
+
+    async def _leave(self, groups: _Groups, hosts: Sequence[EngineStatus]) -> None:
+        """Give the groups up, on our side and at these hosts."""
+        self._groups.pop(groups.cell, None)
+        for stage, group in enumerate(groups.names):
+            with contextlib.suppress(WireError):
+                await self._source(stage, DropGroup(group), Done)
+            await self._all(hosts, lambda h, group=group: LeaveWeightGroup(group, self._timeout_s))  # type: ignore[misc]
+
+    # Disk
+
+    async def _export(self, version: int) -> Path:
+        """The directory of `version`, which the snapshots hold, written once.  Raises RefreshError."""
+        directory = self._export_dir / f"v{version}"
+        if self._exported == version:
+            return directory
+        try:
+            partial = await in_thread(lambda: begin_directory(directory), self._timeout_s)
+            message = WriteStage(str(partial), version, self._timeout_s)
+            await asyncio.gather(*(self._source(stage, message, Done) for stage in range(len(self._sources))))
+            await in_thread(lambda: complete_directory(directory, self._plan, self._model_path), self._timeout_s)
+        except (OSError, WireError) as error:  # TimeoutError is an OSError
+            raise RefreshError(
+                f"the export {directory} could not be written ({str(error) or 'too slow'}): make room there, or raise "
+                f"refresh.timeout_s={self._timeout_s:g}"
+            ) from None
+        self._exported = version
+        if not self._loading:
+            older = [d for d in self._export_dir.iterdir() if d != directory]
+            await in_thread(lambda: [shutil.rmtree(d, ignore_errors=True) for d in older], self._timeout_s)
+        return directory
+
+    async def _load(self, host: EngineStatus) -> None:
+        """One engine, the newest version, from disk.  Raises RefreshError at the last refusal."""
+        async with self._snapshot:
+            if (version := self._version) is None:
+                return
+            path = await self._export(version)
+        try:
+            await self._engine(host).request(
+                LoadFromDisk(str(path), version, self._timeout_s), timeout=self._timeout_s + REPLY_GRACE_S, expect=Done
+            )
+            self._holds[_key(host)] = version
+            self._refused.pop(host.name, None)
+            log.info("%s loaded version %d from disk", host.name, version)
+        except WireError as error:
+            log.warning("%s did not load version %d from disk: %s", host.name, version, error)
+            refused = self._refused[host.name] = self._refused.get(host.name, 0) + isinstance(error, RequestFailed)
+            if refused >= TRIES:
+                raise RefreshError(f"{host.name} did not load {path} in {refused} tries: {error}") from None
+
+    # Proof
+
+    async def _verify(self, version: int, hosts: Sequence[EngineStatus]) -> int:
+        """Compare the weights of these engines with a second load of the same export, by one of them.  Returns how many
+        were compared; raises RefreshError if one differs.  One that died meanwhile is not compared."""
+        path = await self._export(version)
+        found: dict[str, str] = {}
+        size = self._config.cell or len(hosts)
+        for first in range(0, len(hosts), size):
+            cell = hosts[first : first + size]
+            for host, value in zip(cell, await asyncio.gather(*map(self._checksum, cell)), strict=True):
+                if value is not None and value.version == version:
+                    found[host.name] = value.value
+        for host in hosts:
+            if host.name not in found:
+                continue
+            if await self._ask(host, LoadFromDisk(str(path), version, self._timeout_s), self._timeout_s):
+                continue
+            again = await self._checksum(host)
+            if again is None or again.version != version:
+                continue
+            if wrong := sorted(name for name, value in found.items() if value != again.value):
+                raise RefreshError(
+                    f"after the refresh to version {version} the weights of {', '.join(wrong)} are not those of the same export "
+                    f"loaded from disk ({path}): the broadcast or the engine's loader changes them; with "
+                    "refresh.transport=disk the run can go on"
+                )
+            log.info("version %d: the weights of %d engines are those of its export", version, len(found))
+            return len(found)
+        return 0
+
+    async def _checksum(self, host: EngineStatus) -> ChecksumValue | None:
+        try:
+            return await self._engine(host).request(
+                Checksum(self._timeout_s), timeout=self._timeout_s + REPLY_GRACE_S, expect=ChecksumValue
+            )
+        except WireError as error:
+            log.warning("checksum of %s: %s", host.name, error)
+            return None
 
 
-def buckets(tensors: NamedTensors, limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Neighbours of one dtype (a bucket's tensors must be aligned), together at most `limit` bytes, at least one."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and (size + tensor.nbytes > limit or tensor.dtype != bucket[0][1].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+@dataclass
+class _Groups:
+    """Of one cell: a weight group a pipeline stage."""
+
+    cell: int
+    names: list[str]
+    """By stage."""
+    members: list[EngineStatus]
 
 
-def _key(host: EngineStatus) -> tuple[str, int]:
+def _key(host: EngineStatus) -> Key:
     return host.name, host.incarnation
+
+
+def _ready(host: EngineStatus) -> bool:
+    return host.state in ("waiting_weights", "serving")
+
+
+def _told(bad: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {error}" for name, error in bad.items())

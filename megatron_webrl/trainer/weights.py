@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import Qwen3VLConfig
@@ -19,6 +18,9 @@ from megatron_webrl.errors import UserError
 from megatron_webrl.run_directory import replaced_path
 from megatron_webrl.trainer.layout import Layout
 from megatron_webrl.trainer.mapping import Entry, Shapes, Slicing, table, to_hf, to_megatron
+
+if TYPE_CHECKING:
+    from megatron_webrl.trainer.export import Bucket
 
 _WEIGHT_SUFFIXES = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5",
@@ -153,54 +155,44 @@ class HuggingFaceWeights:
             target.data.copy_(value)
 
     @torch.no_grad()
-    def export(self, chunks: Sequence[torch.nn.Module], layout: Layout) -> list[tuple[str, Tensor]] | None:
-        """All weights by Hugging Face name, whole, contiguous, on the host: on rank 0; None elsewhere.
+    def export(
+        self, chunks: Sequence[torch.nn.Module], layout: Layout, plan: Sequence[Bucket]
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """This stage's buckets, by index in `plan`, each as its Hugging Face tensors, in the order of its names; they are
+        gone with the next one.
 
-        The tensor-parallel pieces are gathered within each stage of the first data-parallel shard, and each stage's first
-        rank sends them to rank 0, tensor by tensor.
+        Collective for the tensor-parallel ranks of the first data-parallel shard, which gather one bucket at a time.  Only
+        rank 0 of the group gets tensors, the others empty lists; other shards get nothing.
         """
         if layout.dp_rank != 0:
-            return None
+            return
         parameters = _parameters(chunks, layout)
-        out: list[tuple[str, Tensor]] = []
-        for entry in self.entries:
-            here = layout.pp_rank == entry.stage % layout.pp
-            if not entry.exported or (not here and layout.rank != 0):
+        for index, bucket in enumerate(plan):
+            if bucket.stage != layout.pp_rank:
                 continue
-            whole = self._gather(entry, parameters[entry.stage, entry.megatron], layout) if here else None
-            if layout.tp_rank != 0:
-                continue
-            for position, name in enumerate(entry.hf):
-                tensor = self._to_rank_0(
-                    whole[position] if whole else None, entry, name, layout, next(iter(parameters.values()))
-                )
-                if layout.rank == 0:
-                    assert tensor is not None
-                    out.append((name, tensor.cpu().contiguous() if whole is None or tensor.is_cuda else tensor.clone()))
-        return out if layout.rank == 0 else None
+            own = [parameters[entry.stage, entry.megatron].detach() for entry in bucket.entries]
+            if odd := [e.megatron for e, p in zip(bucket.entries, own, strict=True) if p.dtype != bucket.dtype]:
+                raise TypeError(f"{odd[0]} is not {bucket.dtype}")
+            pieces = self._gather(bucket.entries, own, layout)
+            whole: list[Tensor] = []
+            if layout.tp_rank == 0:
+                for entry, parts in zip(bucket.entries, pieces, strict=True):
+                    whole += to_hf(entry, parts, self.shapes, [self.lengths[name][0] for name in entry.hf])
+            yield index, whole
 
-    def _gather(self, entry: Entry, parameter: Tensor, layout: Layout) -> list[Tensor]:
-        pieces = [parameter.detach()]
-        if layout.tp > 1:
-            mine = parameter.detach().contiguous().view(torch.uint8)
-            buffers = [torch.empty_like(mine) for _ in range(layout.tp)]
-            dist.all_gather(buffers, mine, group=layout.tp_group)
-            pieces = [buffer.view(parameter.dtype) for buffer in buffers]
-        return to_hf(entry, pieces, self.shapes, [self.lengths[name][0] for name in entry.hf])
-
-    def _to_rank_0(self, tensor: Tensor | None, entry: Entry, name: str, layout: Layout, like: Tensor) -> Tensor | None:
-        stage = entry.stage % layout.pp
-        if stage == 0:
-            return tensor
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if layout.rank != 0:
-            assert tensor is not None
-            dist.send(tensor.contiguous().view(torch.uint8), dst=0, group=group)
-            return None
-        received = torch.empty(self.lengths[name], dtype=like.dtype, device=like.device)
-        source = dist.get_process_group_ranks(group)[stage]
-        dist.recv(received.view(torch.uint8), src=source, group=group)
-        return received
+    def _gather(self, entries: Sequence[Entry], own: Sequence[Tensor], layout: Layout) -> list[list[Tensor]]:
+        """Every tensor-parallel rank's piece of each entry, in rank order, by one collective; of replicated ones, this rank's."""
+        sliced = [i for i, entry in enumerate(entries) if entry.slicing is not Slicing.WHOLE and layout.tp > 1]
+        pieces = [[tensor] for tensor in own]
+        if sliced:
+            mine = torch.cat([own[i].reshape(-1) for i in sliced]).view(torch.uint8)
+            everyone = torch.empty(layout.tp * len(mine), dtype=torch.uint8, device=mine.device)
+            dist.all_gather_single(everyone, mine, group=layout.tp_group)
+            sizes = [own[i].numel() for i in sliced]
+            ranks = [part.view(own[0].dtype).split(sizes) for part in everyone.split(len(mine))]
+            for place, i in enumerate(sliced):
+                pieces[i] = [rank[place].view(own[i].shape) for rank in ranks]
+        return pieces
 
 
 def _parameters(chunks: Sequence[torch.nn.Module], layout: Layout) -> dict[tuple[int, str], torch.nn.Parameter]:
@@ -210,18 +202,6 @@ def _parameters(chunks: Sequence[torch.nn.Module], layout: Layout) -> dict[tuple
         for i, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-
-
-def write_directory(directory: Path, weights: list[tuple[str, Tensor]], model_path: Path) -> None:
-    """A complete Hugging Face directory: `weights`, and every other file of `model_path`.  It appears whole or not at all."""
-    from huggingface_hub import save_torch_state_dict
-
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_torch_state_dict(dict(weights), partial, metadata={"format": "pt"})
-    copy_all_but_weights(model_path, partial)
-    replace_directory(partial, directory)
 
 
 def copy_all_but_weights(model_path: Path, directory: Path) -> None:

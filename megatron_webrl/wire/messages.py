@@ -104,10 +104,8 @@ class Manifest(Message):
     """(first version, offset), ascending: see `replay.Lineage`; lags are counted in positions, not in versions."""
     save: bool = False
     """Save a checkpoint now, then ask again: the screenshots of what was trained fill the store."""
-    engines_waiting: list[str] = []
-    """Engine hosts that serve nothing until they get weights: refresh them, then ask again."""
     finished: bool = False
-    """Steps or minutes are used up: save, say TrainingFinished, and go on asking (engines may still want weights)."""
+    """Steps or minutes are used up: save, say TrainingFinished, and go on asking until it is time to stop."""
     stop: bool = False
     """The run ends: leave."""
 
@@ -133,8 +131,7 @@ class Upcoming(Message):
 
 
 class StepTrained(Message):
-    """The step ended.  `version` is published and acknowledged by every serving engine, or (applied_updates = 0) is the
-    old one."""
+    """The step ended.  `version` is on its way to the engines, or (applied_updates = 0) is the old one."""
 
     step: int
     version: int
@@ -324,6 +321,52 @@ class LoadFromDisk(Message):
     timeout_s: float
 
 
+# Trainer rank 0 -> the first rank of each pipeline stage, which holds that stage's weights ---------------------------------
+
+
+class OpenRendezvous(Message):
+    """Listen for the members of a new weight group.  The reply is where they meet."""
+
+    group: str
+    world_size: int
+    timeout_s: float
+
+
+class Rendezvous(Message):
+    address: str
+    port: int
+
+
+class StandGroup(Message):
+    """Join the opened group as rank 0.  Replied to when it stands."""
+
+    group: str
+    timeout_s: float
+
+
+class SendBucket(Message):
+    """Broadcast a bucket of the plan, as soon as the snapshot of `version` has it.  Replied to when it is sent."""
+
+    group: str
+    version: int
+    bucket: int
+    timeout_s: float
+
+
+class DropGroup(Message):
+    """Give a group up, also in the middle of a broadcast."""
+
+    group: str
+
+
+class WriteStage(Message):
+    """Write this stage's files of an export of `version` into a folder that all stages see."""
+
+    partial: str
+    version: int
+    timeout_s: float
+
+
 # Driver -> coordinator ------------------------------------------------------------------------------------------------
 
 
@@ -480,6 +523,7 @@ AnyMessage = (
     | Generate | NeedImages | Generated | EngineUnavailable
     | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | GiveUpBroadcast | EndRefresh
     | Checksum | ChecksumValue | LoadFromDisk
+    | OpenRendezvous | Rendezvous | StandGroup | SendBucket | DropGroup | WriteStage
     | StartEvaluation | EvaluationProgress | EvaluationState | BeginTraining | GetStatus | Status | EndRun
     | LackingImages | Lacking | ClaimImages | PutImages | GetImages | Images | ReleaseImages | KeepImages
     | StoreStatus | StoreState

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import REPOSITORY
+from exported import exported
 
 from megatron_webrl.agent import BrowserWorker, collect_samples, format_call, tokenizer_texts
 from megatron_webrl.config import RunConfig, load_config
@@ -173,14 +174,14 @@ def test_type_then_submit_is_rolled_out_and_trained(tmp_path: Path) -> None:
         config, rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), total_steps=1
     )
     try:
-        before = {name: tensor.clone() for name, tensor in trainer.export() or []}
+        before = exported(trainer)
         report = trainer.train_step(
             [g.group_id for g in groups],
             lambda ids: [g for g in groups if g.group_id in ids],
             lambda digests: {d: images[d] for d in digests},
             version=7,
         )
-        after = dict(trainer.export() or [])
+        after = exported(trainer)
     finally:
         trainer.close()
     assert report.applied_updates == config.algorithm.minibatches

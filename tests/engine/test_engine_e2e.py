@@ -28,7 +28,7 @@ from megatron_webrl.wire import BlockingClient, Client
 from megatron_webrl.wire.messages import Checksum, ChecksumValue, Done, Generated, LoadFromDisk
 
 if TYPE_CHECKING:
-    from megatron_webrl.trainer.refresh import WeightPublisher
+    from refresher import Refresher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -61,7 +61,7 @@ class Policy:
 
         self.directory, self.processor = directory, processor
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
-        self.tensors = list(load_file(directory / "model.safetensors").items())
+        self.tensors = load_file(directory / "model.safetensors")
 
     def distribution(
         self, prompt: Sequence[int], images: dict[str, bytes], response: Sequence[int], *, banned: Sequence[int] = ()
@@ -109,7 +109,7 @@ def policies(tiny_model_dir: Path, processor: Processor, tmp_path_factory: pytes
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             name: tensor + 0.3 * (tensor.std(unbiased=False) + 0.01) * torch.randn(tensor.shape, generator=generator)
-            for name, tensor in made[0].tensors
+            for name, tensor in made[0].tensors.items()
         }
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         made.append(Policy(directory, processor))
@@ -117,17 +117,16 @@ def policies(tiny_model_dir: Path, processor: Processor, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def publisher(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeightPublisher]:
-    """Beside a default process group, as in a trainer; several buckets."""
+def publisher(engine: Any, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refresher]:
+    """Several buckets, two pipeline stages; beside a default process group, as in a trainer."""
     import torch
-
-    from megatron_webrl.trainer.refresh import WeightPublisher
+    from refresher import Refresher
 
     own = not torch.distributed.is_initialized()
     if own:
         store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("world") / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    publisher = WeightPublisher(engine.coordinator, engine.run_id, "gloo", 30.0, bucket_bytes=1 << 20)
+    publisher = Refresher(engine, tiny_model_dir, tmp_path_factory.mktemp("refresher"), stages=2)
     yield publisher
     publisher.close()
     if own:
@@ -230,7 +229,7 @@ def test_refresh_in_flight_is_exact(engine, publisher, policies, processor):
     time.sleep(0.7)
     report = publisher.publish(4, policies[1].tensors)
     assert report.hosts == ["engine-0"]
-    print(f"refresh in flight: {report.seconds:.3f} s")
+    print(f"refresh in flight: {report.pause_s:.3f} s")
     split = 0
     for flight in flights:
         reply = flight.result(200)
@@ -259,12 +258,12 @@ def test_repeated_refreshes_keep_the_group(engine, publisher, policies, processo
     shown = named(screenshot(3))
     seconds = []
     for version, policy in ((5, policies[2]), (6, policies[0]), (7, policies[1])):
-        seconds.append(publisher.publish(version, policy.tensors).seconds)
+        seconds.append(publisher.publish(version, policy.tensors).pause_s)
         reply = ask(engine, IMAGE_PROMPT, shown, processor)
         assert set(unpack(reply.versions, INT32)) == {version}
         assert difference(reply, policy, IMAGE_PROMPT, shown) < TOLERANCE
     print("refresh seconds:", [round(s, 3) for s in seconds])
-    assert publisher._groups_made == 1
+    assert publisher.publisher._groups_made == 1
 
 
 def test_checksum_proves_the_weights(engine, publisher, policies, control):
@@ -301,30 +300,27 @@ def test_killed_sglang_comes_back(engine, publisher, policies, processor):
     assert difference(reply, policies[0], IMAGE_PROMPT, shown) < TOLERANCE
 
 
-def test_stuck_in_a_broadcast(engine, publisher, policies, processor):
-    """An SGLang that hangs inside a broadcast is killed by its host at the deadline; the publisher returns with it in
-    `failed`, and the restarted one takes the weights."""
+def test_stuck_in_a_broadcast(engine, policies, processor, tiny_model_dir, tmp_path):
+    """An SGLang that hangs in a refresh is killed by its host at the deadline; the publisher returns with it in `failed`,
+    and the restarted one is given the weights from disk as soon as it is up."""
+    from refresher import Refresher
 
-    class Stopping(list):
-        def __iter__(self) -> Iterator[Any]:
-            for place, item in enumerate(super().__iter__()):
-                if place == len(self) // 2:
-                    scheduler().send_signal(signal.SIGSTOP)
-                yield item
-
-    from megatron_webrl.trainer.refresh import WeightPublisher
-
-    impatient = WeightPublisher(engine.coordinator, engine.run_id, "gloo", 4.0, bucket_bytes=1 << 20)
-    began = time.monotonic()
-    report = impatient.publish(10, Stopping(policies[1].tensors))
-    assert (report.hosts, report.failed) == ([], ["engine-0"])
-    assert time.monotonic() - began < 20
-    impatient.close()
-    engine.until_state("waiting_weights")
-    assert publisher.publish(11, policies[1].tensors).hosts == ["engine-0"]
-    reply = ask(engine, IMAGE_PROMPT, named(screenshot(3)), processor)
-    assert set(unpack(reply.versions, INT32)) == {11}
-    assert difference(reply, policies[1], IMAGE_PROMPT, named(screenshot(3))) < TOLERANCE
+    impatient = Refresher(engine, tiny_model_dir, tmp_path, timeout_s=4.0)
+    try:
+        assert impatient.publish(10, policies[0].tensors).hosts == ["engine-0"]
+        scheduler().send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        report = impatient.publish(11, policies[1].tensors)
+        assert (report.hosts, report.failed) == ([], ["engine-0"])
+        assert time.monotonic() - began < 4.0 + 10.0
+        impatient.load_joiners()
+        engine.until_state("starting")
+        engine.until_state("serving")
+        reply = ask(engine, IMAGE_PROMPT, named(screenshot(3)), processor)
+        assert set(unpack(reply.versions, INT32)) == {11}
+        assert difference(reply, policies[1], IMAGE_PROMPT, named(screenshot(3))) < TOLERANCE
+    finally:
+        impatient.close()
 
 
 def test_processes_carry_their_mark(engine):

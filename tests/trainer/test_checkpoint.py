@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+from exported import exported, load_weights
 from megatron.core import dist_checkpointing
 from on_ranks import free_port, on_ranks
 from ranks import Recorded, run_config
@@ -70,7 +71,7 @@ def test_resumed_equals_unbroken(
     recorded = Recorded(trainer.processor, groups=3)
     step(trainer, recorded)
     save = checkpoint.begin(trainer, tmp_path / "checkpoint", {"step": 1, "version": 5})
-    unbroken, weights = step(trainer, recorded), dict(trainer.export() or [])
+    unbroken, weights = step(trainer, recorded), exported(trainer)
     assert not save.finish(block=False)
     assert not (tmp_path / "checkpoint").exists()
     held.may_write.set()
@@ -79,7 +80,7 @@ def test_resumed_equals_unbroken(
     trainer = make(deep_model_dir, trainer=settings)
     assert trainer.load(tmp_path / "checkpoint") == {"step": 1, "version": 5}
     assert step(trainer, recorded) == unbroken
-    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
+    assert all(torch.equal(weights[name], tensor) for name, tensor in exported(trainer).items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
     trainer.save(tmp_path / "checkpoint", {"step": 2})
     assert trainer.load(tmp_path / "checkpoint") == {"step": 2}
@@ -288,11 +289,10 @@ def tensors_of(saved: Path) -> dict[str, torch.Tensor]:
 def test_other_layouts_go_on(deep_model_dir: Path, make: Make, tmp_path: Path) -> None:
     """Saved at TP2 × PP2: every layout holds each tensor of it bit by bit, the moments among them (it saves the same
     again), and its next step has the metrics and gives the weights of the unbroken one."""
-    from safetensors.torch import load_file
 
     ports = [free_port() for _ in range(len(LAYOUTS) + 1)]
     results = on_ranks(goes_on_elsewhere, 4, deep_model_dir, ports, tmp_path, preload="megatron_webrl.trainer")
-    unbroken, weights = results[0]["unbroken"], load_file(tmp_path / "unbroken-hf" / "model.safetensors")
+    unbroken, weights = results[0]["unbroken"], load_weights(tmp_path / "unbroken-hf")
     make(deep_model_dir)  # reading a checkpoint needs a process group
     saved = tensors_of(tmp_path / "saved")
     moments = [name for name in saved if ".exp_avg" in name]
@@ -305,7 +305,7 @@ def test_other_layouts_go_on(deep_model_dir: Path, make: Make, tmp_path: Path) -
         for rank in members:
             for key, value in unbroken.items():
                 assert results[rank][name][key] == pytest.approx(value, rel=1e-4, abs=2e-6), (name, key)
-        for key, tensor in load_file(tmp_path / f"{name}-hf" / "model.safetensors").items():
+        for key, tensor in load_weights(tmp_path / f"{name}-hf").items():
             torch.testing.assert_close(tensor, weights[key], rtol=0, atol=2e-4, msg=lambda text, k=key: f"{k}: {text}")
 
 
@@ -316,7 +316,7 @@ def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path
     trainer.save(whole, {"step": 1})
     files = {str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file()}
     assert json.loads((whole / "integrity.json").read_text())["files"].keys() == files - {"integrity.json"}
-    before = dict(trainer.export() or [])
+    before = exported(trainer)
     with pytest.raises(UserError, match="nowhere"):
         trainer.load(tmp_path / "nowhere")
     shard = next(whole.glob("*.distcp")).name
@@ -347,4 +347,4 @@ def test_broken_checkpoints_are_named(deep_model_dir: Path, make: Make, tmp_path
     for name in ("metadata.json", "integrity.json"):
         with pytest.raises(UserError, match="broken"):
             trainer.load(damage(name, lambda data: None))
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
+    assert all(torch.equal(before[name], tensor) for name, tensor in exported(trainer).items())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from exported import exported
 from megatron.core import tensor_parallel
 from on_ranks import free_ports, on_ranks
 from ranks import picture, run_config
@@ -160,7 +161,7 @@ def by_trainer(case: Case, directory: Path, place: dict[str, Any], budget: int =
         with torch.no_grad():  # gradients are exported by the mapping of the weights: put them in the parameters' place
             for parameter in trainer.parameters():
                 parameter.copy_(parameter.main_grad)
-        return Found(logits, float(update.sums[0]) / update.denominator, dict(trainer.export() or []))
+        return Found(logits, float(update.sums[0]) / update.denominator, exported(trainer))
     finally:
         trainer.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import exported, load_weights
 from megatron.core.distributed import DistributedDataParallelConfig
 from naive_loss import naive_logprob_entropy
 from on_ranks import free_port, free_ports, on_ranks
@@ -55,11 +56,8 @@ def steps_in(
     )
     trainer = kind(config, **place, total_steps=10)
     recorded = Recorded(trainer.processor, groups=3, size=2)
-    initial = trainer.export()
-    same = None
-    if initial is not None:
-        original = load_file(model / "model.safetensors")
-        same = len(initial) == len(original) and all(torch.equal(t, original[name]) for name, t in initial)
+    initial, original = exported(trainer), load_file(model / "model.safetensors")
+    same = initial.keys() == original.keys() and all(torch.equal(t, original[name]) for name, t in initial.items())
     rows = [row for g in recorded.groups.values() for t in g.trajectories for row in rows_of(t, 1.0)]
     logprobs = trainer.logprobs(rows, recorded.fetch_images)
     recorded.fetched.clear()
@@ -107,7 +105,7 @@ def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
     fused = steps_in(deep_model_dir, {}, {**alone, "master_port": free_port()}, tmp_path / "fused")
     for got, want in zip(fused["metrics"], reference["metrics"], strict=True):
         compare(got, want)
-    weights = load_file(tmp_path / "one" / "hf" / "model.safetensors")
+    weights = load_weights(tmp_path / "one" / "hf")
     results = on_ranks(
         all_layouts, 4, deep_model_dir, free_ports(len(LAYOUTS)), tmp_path, preload="megatron_webrl.trainer"
     )
@@ -121,7 +119,7 @@ def test_layouts_agree(deep_model_dir: Path, tmp_path: Path) -> None:
                 np.testing.assert_allclose(got, want, atol=2e-5)
             assert bool(result["fetched"]) <= result["leads"]
         assert set(chain(*(r[layout]["fetched"] for r in results))) == set(GROUPS)
-        trained = load_file(tmp_path / name / "hf" / "model.safetensors")
+        trained = load_weights(tmp_path / name / "hf")
         assert trained.keys() == weights.keys()
         for key, tensor in trained.items():
             torch.testing.assert_close(tensor, weights[key], rtol=0, atol=2e-4, msg=lambda text, k=key: f"{k}: {text}")

@@ -31,8 +31,9 @@ def probes_checked(rank: int, ranks: int, model: Path, port: int) -> list[dict[s
         loop._probe = None
         if rank == 0:
             loop._prompt = _Prompt(b"", row.images, recorded.fetch_images([i.digest for i in row.images]))
-            loop._probe = Future()
-            loop._probe.set_result([("engine-0", row), ("engine-1", row)])
+            replies: Future[Any] = Future()
+            replies.set_result([("engine-0", row), ("engine-1", row)])
+            loop._probe = 3, replies
         found.append(loop._check_probe())
         trainer.logprobs([other] * 2, recorded.fetch_images)
     trainer.close()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import exported
 from ranks import Recorded, run_config
 
 from megatron_webrl.errors import UserError
@@ -153,20 +154,20 @@ def test_raft_trains_on_successes_only(deep_model_dir: Path, make: Make) -> None
     for name in ("ppo_actor/update/actor_loss/avg", "ppo_actor/grad_norm", "rollout/response_tokens"):
         assert mixed[name] == pytest.approx(successes[name], rel=1e-5), name
     assert mixed["rollout/reward"] < successes["rollout/reward"] == 1
-    weights = dict(trainer.export() or [])
+    weights = exported(trainer)
     for group in recorded.groups.values():
         for trajectory in group.trajectories:
             trajectory.reward = 0.0
     report = trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
     assert report.applied_updates == 0
-    assert all(torch.equal(weights[name], tensor) for name, tensor in trainer.export() or [])
+    assert all(torch.equal(weights[name], tensor) for name, tensor in exported(trainer).items())
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, make: Make) -> None:
     """The update is skipped and counted; the weights stay as they are, and training goes on."""
     trainer = make(deep_model_dir)
     recorded = Recorded(trainer.processor, groups=2)
-    before = dict(trainer.export() or [])
+    before = exported(trainer)
     samples = [trainer.prepare(row) for row in rows(recorded)]
     trainer.load_images(samples, recorded.fetch_images)
 
@@ -175,7 +176,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(deep_model_dir: Path, mak
         return logp.sum() * float("nan"), torch.zeros(1, dtype=torch.float64)
 
     assert not trainer.update(samples, broken, reported=1).applied
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export() or [])
+    assert all(torch.equal(before[name], tensor) for name, tensor in exported(trainer).items())
     assert trainer.sft_step(rows(recorded), recorded.fetch_images)["sft/skipped_updates"] == 0
     with torch.no_grad():
         trainer.chunks[0].language_model.decoder.final_layernorm.weight[0] = float("nan")
@@ -200,7 +201,7 @@ def test_saved_directory_is_complete(deep_model_dir: Path, make: Make, tmp_path:
     state = Qwen3VLForConditionalGeneration.from_pretrained(
         tmp_path / "out" / "model", dtype=torch.float32
     ).state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.export() or [])
+    assert all(torch.equal(state[name], tensor) for name, tensor in exported(trainer).items())
     check_files(run_config(tmp_path / "out" / "model"))
 
 

@@ -12,7 +12,6 @@ from ranks import Recorded, run_config
 from megatron_webrl.observe import Tracer
 from megatron_webrl.run_directory import checkpoint_path, checkpoints, newest_checkpoint
 from megatron_webrl.trainer import PolicyTrainer, loop
-from megatron_webrl.trainer.refresh import RefreshReport
 from megatron_webrl.wire.messages import (
     CheckpointDurable,
     ClaimVersion,
@@ -61,13 +60,13 @@ class FakeCoordinator:
     def close(self) -> None: ...
 
 
-class NoEngines:
-    """A fake publisher: every refresh succeeds at no engine."""
+class FakeNoEngines:
+    """Publishes to nobody."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def publish(self, version: int, weights: Any) -> RefreshReport:
-        return RefreshReport(version, seconds=0.0)
-
+    def publish(self, version: int) -> None: ...
+    def wait(self) -> None: ...
+    def check(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -85,7 +84,7 @@ def run(deep_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         fake = FakeCoordinator(steps, crowded)
         monkeypatch.setattr(loop, "BlockingClient", lambda *args, **kwargs: fake)
         monkeypatch.setattr(loop, "fetch_images", lambda store, digests: (fake.recorded.fetch_images(digests), []))
-        monkeypatch.setattr(loop, "WeightPublisher", NoEngines)
+        monkeypatch.setattr(loop, "Publishing", FakeNoEngines)
         monkeypatch.setattr(loop, "RETRY_S", 0.0)
         monkeypatch.setattr(loop.TrainerLoop, "_prefetch", lambda *args: None)
         monkeypatch.setattr(loop.TrainerLoop, "_check_logprobs", lambda *args: None)  # the recorded ones are random
