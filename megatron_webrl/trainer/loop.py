@@ -117,7 +117,7 @@ class TrainerLoop:
             coordinator_address=coordinator_address,
             master_address=master_address,
             keys=keys,
-            refreshed=self._start_probe,
+            refreshed=self._refreshed,
         )
         self._prefetcher = self._prefetch(run_id, coordinator_address, store_address)
         self._threads = ThreadPoolExecutor(1, "probe")
@@ -320,8 +320,10 @@ class TrainerLoop:
                 self._prompt = _Prompt(steps[0].prompt_ids, refs, self._fetch_images([r.digest for r in refs]))
                 return
 
-    def _start_probe(self, report: RefreshReport) -> None:
-        """Ask every refreshed engine for one reply, in the background."""
+    def _refreshed(self, report: RefreshReport) -> None:
+        """In the thread that publishes: ask every refreshed engine for one reply, in the background."""
+        now = time.time()
+        self._tracer.record("publish", "publishing", now - report.seconds, now, version=report.version)
         if self._prompt is not None and report.engines:
             replies = self._threads.submit(self._ask_engines, self._prompt, report.engines, report.version)
             self._probe = report.version, replies
