@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -254,6 +254,7 @@ class WeightPublisher:
     async def _refresh_cell(self, cell: int, hosts: list[EngineStatus], version: int, report: RefreshReport) -> None:
         """Refresh these, and note in `report` what came of it."""
         bad: dict[str, str] = {}
+        broken: _Groups | None = None
         began = time.monotonic()
         if self._config.transport == "broadcast":
             groups, hosts = await self._stand(cell, hosts, report)
@@ -264,6 +265,7 @@ class WeightPublisher:
                 bad = await self._broadcast(groups, hosts, version)
                 if bad:
                     log.warning("refresh to version %d failed: %s", version, _told(bad))
+                    broken = groups
                     await self._leave(groups, [])
         if bad or self._config.transport == "disk":
             path = await self._export(version)
@@ -275,6 +277,8 @@ class WeightPublisher:
         report.engines += [h for h in hosts if h.name not in bad]
         report.failed += sorted(bad)
         self._holds |= {_key(h): version for h in hosts if h.name not in bad}
+        if broken is not None:
+            await self._leave(broken, [h for h in hosts if h.name not in bad])
 
     async def _broadcast(self, groups: _Groups, hosts: Sequence[EngineStatus], version: int) -> dict[str, str]:
         """All buckets, once.  Returns failures, after which the groups are not to be used again."""
@@ -342,7 +346,7 @@ class WeightPublisher:
             if not hosts:
                 return None, hosts
             self._groups_made += 1
-            name = f"{self._coordinator.run_id}-{os.getpid()}-{self._groups_made}"
+            name = f"{self._coordinator.run_id}-{uuid.uuid4().hex[:12]}"
             groups = _Groups(cell, [f"{name}-{stage}" for stage in range(len(self._sources))], list(hosts))
             self._groups[cell] = groups
             bad: dict[str, str] = {}

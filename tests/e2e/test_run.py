@@ -81,7 +81,8 @@ def test_engine_and_trainer_agree_at_step_0_and_after_each_refresh(demo_run: Dem
 
 
 def test_killed_worker_and_engine_are_replaced_and_a_killed_trainer_resumes(demo_run: Demo, small: Path) -> None:
-    """Invariants 1, 4, 11: kill -9 of the browser worker and of SGLang: the run goes on; of the trainer: --resume."""
+    """Invariants 1, 4, 11: kill -9 of the browser worker, of SGLang and of an engine host: the run goes on; of the trainer:
+    --resume."""
     run_dir = small.parent / "killed"
     settings = [
         "train",
@@ -90,6 +91,7 @@ def test_killed_worker_and_engine_are_replaced_and_a_killed_trainer_resumes(demo
         "evaluation.episodes=0",
         "trainer.steps=100000",
         "wire.transport=tcp",
+        "engine.hosts=2",
     ]
     driver = subprocess.Popen(
         command(*settings), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -121,6 +123,10 @@ def test_killed_worker_and_engine_are_replaced_and_a_killed_trainer_resumes(demo
     identity = json.loads((run_dir / "run.json").read_text())
     (engine,) = [p for p in marked(f"{identity['run_id']}.1/engine-0") if "launch_server" in " ".join(p.cmdline())][:1]
     engine.kill()
+    goes_on(2)  # the other engine serves
+    host = pid("engine-1")
+    os.kill(host, signal.SIGKILL)
+    wait_for(lambda: pid("engine-1") != host, 60, "new engine host")
     goes_on(2)
 
     saved = newest_checkpoint(run_dir)
