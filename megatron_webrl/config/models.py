@@ -444,8 +444,13 @@ class TrainerConfig(Section):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of every collective between trainer ranks."""
     max_logprob_diff: float | None = Field(default=None, gt=0)
-    """Largest |engine − trainer| logprob at a token of the newest version; above it the run ends with an error.
-    null: 1e-3 in float32, no bound in bfloat16 (it is logged)."""
+    """Budget of the largest |engine − trainer| logprob at tokens of the newest version. null: 1e-3 in float32, none in
+    bfloat16 (it is logged)."""
+    mean_logprob_diff: float | None = Field(default=None, gt=0)
+    """Budget of their mean. null: 1e-4 in float32, 0.02 in bfloat16."""
+    logprob_mismatch: Literal["warn", "stop"] = "warn"
+    """When a step or a refresh exceeds either budget: `warn`: the log says so and the run goes on
+    (`engine/logprob_over_budget`); `stop`: it ends with an error."""
 
     @model_validator(mode="after")
     def _virtual(self) -> TrainerConfig:

@@ -26,6 +26,7 @@ def settings(small: Path, run_dir: Path) -> list[Any]:
         "train", small, f"run_dir={run_dir}", "evaluation.episodes=0", f"trainer.steps={STEPS}", "sampling.temperature=0.01",
         "browser.slots=1", "replay.eta=0", "replay.group_size=2", "algorithm.objective=raft++", "observe.trace=false",
         "trainer.checkpoint_every=2", "algorithm.constant_horizon=null", "trainer.max_logprob_diff=0.01",
+        "trainer.mean_logprob_diff=0.01",
     ]  # fmt: skip
 
 
