@@ -91,6 +91,10 @@ class Assignment(msgspec.Struct, frozen=True, gc=False):
     """Sampling temperature; 0 is greedy."""
     deadline_s: float
     """Seconds that the episode's own steps may take; waiting for an engine or a refresh is not counted."""
+    top_p: float = 1.0
+    """Of the eval lane only, as `top_k`: the fewest tokens with this share of the probability; 1 is all."""
+    top_k: int = 0
+    """So many most likely tokens; 0 is all."""
 
     @property
     def key(self) -> AttemptKey:

@@ -223,6 +223,8 @@ class _Run:
                 images,
                 seed=seed,
                 temperature=self._assignment.temperature,
+                top_p=self._assignment.top_p,
+                top_k=self._assignment.top_k,
                 timeout_s=self._config.engine.request_timeout_s,
                 digests=[i.digest for i in window],
             )

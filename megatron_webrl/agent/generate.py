@@ -20,6 +20,8 @@ class Generate(Protocol):
         temperature: float,
         timeout_s: float,
         digests: Sequence[str],
+        top_p: float,
+        top_k: int,
     ) -> Generated:
         """Sample one reply to `prompt_ids`, which hold one image_pad for each of `digests`; `images` has the bytes by
         digest.  Raises engine.EngineUnreachable after `timeout_s`."""

@@ -27,6 +27,8 @@ class ScriptedPolicy:
         temperature: float,
         timeout_s: float,
         digests: Sequence[str],
+        top_p: float,
+        top_k: int,
     ) -> Generated:
         self.prompts.append(self._processor.decode(prompt_ids))
         reply = self._replies.pop(0) if self._replies else ""

@@ -158,9 +158,22 @@ class SamplingConfig(Section):
     """How replies are sampled."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Of training; logprobs are taken at it."""
+    """Of training; the logprobs of engine and trainer are taken at it."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must be 1: the policy that trains is the whole distribution; `evaluation.top_p` may be less."""
+    top_k: int = Field(default=0, ge=0)
+    """Must be 0 (off), likewise; `evaluation.top_k` need not."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """A longer reply is cut and marked `length`."""
+    @model_validator(mode="after")
+    def _untruncated(self) -> SamplingConfig:
+        if self.top_p < 1 or self.top_k:
+            key, value, off = ("top_p", f"{self.top_p:g}", 1) if self.top_p < 1 else ("top_k", str(self.top_k), 0)
+            raise ValueError(
+                f"sampling.{key}={value} would sample training episodes from a truncated distribution, while the trainer's "
+                f"logprobs are those of the whole one: leave it at {off}; for evaluation set evaluation.{key}"
+            )
+        return self
 
 
 class EngineConfig(Section):
@@ -487,6 +500,10 @@ class EvaluationConfig(Section):
     """Episodes each time, spread evenly over the tasks; 0 leaves evaluation out."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens with this share of the probability; 1 is all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many most likely tokens; 0 is all."""
 
 
 class ObserveConfig(Section):

@@ -70,6 +70,8 @@ class GenerationClient:
         temperature: float,
         timeout_s: float,
         digests: Sequence[str] | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> Generated:
         """Sample one reply.
 
@@ -102,6 +104,8 @@ class GenerationClient:
                 banned_ids=self._banned,
                 stop_ids=self._stop,
                 deadline_s=left,
+                top_p=top_p,
+                top_k=top_k,
             )
             reply = await self._ask(host, request, deadline)
             if isinstance(reply, Generated):

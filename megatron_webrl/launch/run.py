@@ -157,8 +157,9 @@ class Run:
         weights get them, when there is no trainer.  Raises RunFailed if no episode had a result."""
         from megatron_webrl.tasks import held_out_tasks
 
-        tasks = held_out_tasks(self.config.tasks, self.config.evaluation.episodes)
-        self.request(StartEvaluation(name, tasks, self.config.evaluation.temperature), Done)
+        how = self.config.evaluation
+        tasks = held_out_tasks(self.config.tasks, how.episodes)
+        self.request(StartEvaluation(name, tasks, how.temperature, top_p=how.top_p, top_k=how.top_k), Done)
         deadline = time.monotonic() + EVALUATION_TIMEOUT_S
         while time.monotonic() < deadline:
             self.cluster.check()

@@ -197,6 +197,8 @@ class Book:
             lane=row.lane,
             seed=_episode_seed(self._seed, row.group_id, sample, number),
             temperature=row.temperature,
+            top_p=row.top_p,
+            top_k=row.top_k,
             deadline_s=self._deadline_s,
         )
 
@@ -236,8 +238,10 @@ class Book:
     def _admitted(self) -> bool:
         return may_start_group(self.census(), eta=self.config.eta, batch_units=self.queue.batch_units)
 
-    def _begin(self, lane: Lane, task: Task, temperature: float, size: int, evaluation: str = "") -> _Open:
-        row = self.records.ledger.begin_group(lane, task, temperature, size, evaluation)
+    def _begin(
+        self, lane: Lane, task: Task, temperature: float, size: int, evaluation: str = "", **truncation: Any
+    ) -> _Open:
+        row = self.records.ledger.begin_group(lane, task, temperature, size, evaluation, **truncation)
         group = self._open[lane][row.group_id] = _Open(row, deque((i, 0) for i in range(size)))
         heapq.heappush(self._waiting, (lane is Lane.TRAIN, row.group_id))
         return group
@@ -425,14 +429,16 @@ class Book:
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
-    def begin_evaluation(self, name: str, tasks: list[Task], temperature: float) -> None:
+    def begin_evaluation(
+        self, name: str, tasks: list[Task], temperature: float, *, top_p: float = 1.0, top_k: int = 0
+    ) -> None:
         """Open one episode a task in the eval lane; a repeat of a name is ignored."""
         if name in self._evaluations:
             return
         self._evaluations[name] = EvaluationState(name, len(tasks), 0, 0, {}, 0)
         self.records.ledger.remember(evaluations={n: e.total for n, e in self._evaluations.items()})
         for task in tasks:
-            self._begin(Lane.EVAL, task, temperature, 1, name)
+            self._begin(Lane.EVAL, task, temperature, 1, name, top_p=top_p, top_k=top_k)
 
     def evaluation(self, name: str) -> EvaluationState:
         """Raises KeyError for an unknown name."""

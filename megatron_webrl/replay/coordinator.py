@@ -501,7 +501,7 @@ class Coordinator:
     # Driver ---------------------------------------------------------------------------------------------------------
 
     async def _start_evaluation(self, _: str, m: StartEvaluation) -> Done:
-        self.book.begin_evaluation(m.name, m.tasks, m.temperature)
+        self.book.begin_evaluation(m.name, m.tasks, m.temperature, top_p=m.top_p, top_k=m.top_k)
         self._after_change()
         await self._durable()
         return Done()

@@ -26,13 +26,13 @@ from megatron_webrl.replay.spool import Location
 from megatron_webrl.trajectory import Assignment, AttemptKey, Lane, Task, Trajectory
 from megatron_webrl.wire.messages import Account
 
-FORMAT = 2
+FORMAT = 3
 IN_FLIGHT = ("running", "queued", "in_training")
 
 _SCHEMA = """
 CREATE TABLE groups (
   group_id INTEGER PRIMARY KEY, lane TEXT NOT NULL, task BLOB NOT NULL, temperature REAL NOT NULL, size INTEGER NOT NULL,
-  evaluation TEXT NOT NULL, open INTEGER NOT NULL);
+  evaluation TEXT NOT NULL, top_p REAL NOT NULL, top_k INTEGER NOT NULL, open INTEGER NOT NULL);
 CREATE TABLE attempts (
   group_id INTEGER, sample_index INTEGER, attempt INTEGER, lane TEXT NOT NULL, worker TEXT NOT NULL, session TEXT NOT NULL,
   issued_at REAL NOT NULL, policy INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, outcome TEXT NOT NULL,
@@ -110,6 +110,8 @@ class OpenGroup(NamedTuple):
     temperature: float
     size: int
     evaluation: str
+    top_p: float
+    top_k: int
 
 
 class Batch(NamedTuple):
@@ -232,12 +234,22 @@ class Ledger:
 
     # Groups ---------------------------------------------------------------------------------------------------------
 
-    def begin_group(self, lane: Lane, task: Task, temperature: float, size: int, evaluation: str = "") -> OpenGroup:
+    def begin_group(
+        self,
+        lane: Lane,
+        task: Task,
+        temperature: float,
+        size: int,
+        evaluation: str = "",
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+    ) -> OpenGroup:
         """A group is begun, under an id that no other has."""
-        group = OpenGroup(self._next_group, lane, task, temperature, size, evaluation)
+        group = OpenGroup(self._next_group, lane, task, temperature, size, evaluation, top_p, top_k)
         self._next_group += 1
-        row = (group.group_id, str(lane), msgspec.msgpack.encode(task), temperature, size, evaluation)
-        self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, 1)", row)
+        row = (group.group_id, str(lane), msgspec.msgpack.encode(task), *group[3:])
+        self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1)", row)
         return group
 
     def close_group(self, group_id: int) -> None:
@@ -247,9 +259,10 @@ class Ledger:
     def open_groups(self) -> list[OpenGroup]:
         """Groups that were begun and are not complete, oldest first."""
         rows = self._db.execute(
-            "SELECT group_id, lane, task, temperature, size, evaluation FROM groups WHERE open=1 ORDER BY group_id"
+            "SELECT group_id, lane, task, temperature, size, evaluation, top_p, top_k FROM groups WHERE open=1 "
+            "ORDER BY group_id"
         )
-        return [OpenGroup(i, Lane(lane), _task(task), t, size, name) for i, lane, task, t, size, name in rows]
+        return [OpenGroup(i, Lane(lane), _task(task), *rest) for i, lane, task, *rest in rows]
 
     def tasks(self, group_ids: Iterable[int]) -> dict[int, Task]:
         """Their tasks."""

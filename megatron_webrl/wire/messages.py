@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -219,6 +219,9 @@ class Generate(Message):
     """int32 packed: tokens that end the reply (kept in it)."""
     deadline_s: float
     """Seconds after which the host gives up, counted from arrival; waiting for the engine included."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
 
 
 class NeedImages(Message):
@@ -376,6 +379,9 @@ class StartEvaluation(Message):
     name: str
     tasks: list[Task]
     temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
 
 
 class EvaluationProgress(Message):

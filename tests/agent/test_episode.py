@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from below import processes_below
@@ -126,6 +127,22 @@ async def test_two_screenshots_in_the_window(miniwob: MiniWob, processor: Proces
     assert all(len(digests) == pads and set(digests) == images for pads, digests, images in seen)
 
 
+async def test_the_assignment_says_how_replies_are_sampled(processor: Processor, config: RunConfig) -> None:
+    """Temperature, top_p and top_k: those of its lane."""
+    asked: list[dict[str, Any]] = []
+
+    class Watching(ScriptedPolicy):
+        async def __call__(self, prompt_ids: Sequence[int], images: dict[str, bytes], **options: Any) -> Generated:
+            asked.append(options)
+            return await super().__call__(prompt_ids, images, **options)
+
+    train = assignment("click-test")
+    evaluation = msgspec.structs.replace(train, lane=Lane.EVAL, temperature=0.6, top_p=0.9, top_k=20)
+    for one in (train, evaluation):
+        await run_episode(one, FakeEpisode(blank()), Watching(processor, [MISS]), processor, config)
+    assert [(o["temperature"], o["top_p"], o["top_k"]) for o in asked] == [(1.0, 1.0, 0), (0.6, 0.9, 20)]
+
+
 async def test_a_prompt_too_long_ends_before_the_call(
     miniwob: MiniWob, processor: Processor, config: RunConfig
 ) -> None:
@@ -135,6 +152,13 @@ async def test_a_prompt_too_long_ends_before_the_call(
     trajectory, _ = await run(miniwob, processor, tight, policy, "click-test")
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILURE, "context_overflow")
     assert (trajectory.num_steps, trajectory.min_version, policy.prompts) == (0, -1, [])
+
+
+def blank() -> bytes:
+    """A screenshot of nothing."""
+    png = io.BytesIO()
+    Image.new("RGB", (160, 210)).save(png, "PNG")
+    return png.getvalue()
 
 
 class FakeEpisode:
@@ -162,8 +186,6 @@ async def test_only_the_episode_s_own_time_counts(
 ) -> None:
     """Seconds that a request waited for an engine are not counted against the deadline; sampling is."""
     scripted = ScriptedPolicy(processor, [MISS])
-    png = io.BytesIO()
-    Image.new("RGB", (160, 210)).save(png, "PNG")
 
     async def slow(prompt_ids: Sequence[int], images: dict[str, bytes], **options: Any) -> Generated:
         reply = await scripted(prompt_ids, images, **options)
@@ -172,7 +194,7 @@ async def test_only_the_episode_s_own_time_counts(
         return reply
 
     one = assignment("click-test", deadline_s=0.5)
-    trajectory, _ = await run_episode(one, FakeEpisode(png.getvalue()), slow, processor, config)
+    trajectory, _ = await run_episode(one, FakeEpisode(blank()), slow, processor, config)
     assert trajectory.reason == reason
     assert decode_steps(trajectory.payload)[0].generate_s >= 0.6
 

@@ -476,9 +476,11 @@ def test_the_youngest_group_that_is_not_complete_gives_way(tmp_path: Path) -> No
 def test_evaluation_goes_first_and_faults_count_as_episodes_and_it_survives_the_coordinator(tmp_path: Path) -> None:
     book, records = make_book(tmp_path, max_attempts=2)
     tasks = [Task(f"e/{i}", "test", "held-out", i, 5) for i in range(3)]
-    book.begin_evaluation("before", tasks, 0.0)
+    book.begin_evaluation("before", tasks, 0.6, top_p=0.9, top_k=20)
+    sampling = (0.6, 0.9, 20)
     episodes = book.assign("w", "s", 8, 0.0)
-    assert [(e.lane, e.task, e.temperature) for e in episodes] == [(Lane.EVAL, t, 0.0) for t in tasks]
+    assert [(e.lane, e.task) for e in episodes] == [(Lane.EVAL, t) for t in tasks]
+    assert {(e.temperature, e.top_p, e.top_k) for e in episodes} == {sampling}
     assert book.submit(result(episodes[0], 1.0), 0.0) == "accepted"
     assert book.submit(result(episodes[2], 0.0, outcome=Outcome.FAULT), 0.0) == "accepted"
     records.commit()
@@ -488,12 +490,14 @@ def test_evaluation_goes_first_and_faults_count_as_episodes_and_it_survives_the_
     assert book.submit(result(episodes[1], 0.0), 0.0) == "accepted"
     (again,) = book.assign("w", "s", 8, 0.0)
     assert (again.task, again.attempt) == (tasks[2], 1)
+    assert (again.temperature, again.top_p, again.top_k) == sampling
     book.submit(result(again, 0.0, outcome=Outcome.FAULT), 0.0)
     state = book.evaluation("before")
     assert (state.total, state.finished, state.successes, state.faults) == (3, 3, 1, 1)
     assert state.by_task == {"held-out": [1, 3]}
     assert records.ledger.account().issued == 0, "the account is of the train lane"
-    assert book.assign("w", "s", 1, 0.0)[0].lane is Lane.TRAIN
+    (train,) = book.assign("w", "s", 1, 0.0)
+    assert (train.lane, train.temperature, train.top_p, train.top_k) == (Lane.TRAIN, 1.0, 1.0, 0)
     records.commit()
     kill(records)
     book, _ = make_book(tmp_path, same_start=False)

@@ -426,8 +426,9 @@ async def test_bounds_that_leave_no_way_on_end_the_run(start: Start, monkeypatch
 async def test_an_evaluation_goes_on_after_the_coordinator_was_killed(start: Start) -> None:
     system = start()
     tasks = [Task(f"e/{i}", "test", "held-out", i, 5) for i in range(2)]
-    await system.ask(StartEvaluation("before", tasks, 0.0), Done)
+    await system.ask(StartEvaluation("before", tasks, 0.6, top_p=0.9, top_k=20), Done)
     episodes = await system.assign(2)
+    assert {(e.temperature, e.top_p, e.top_k) for e in episodes} == {(0.6, 0.9, 20)}
     await system.finish(episodes[0], 1.0)
     await system.close()
     again = start()
