@@ -93,8 +93,8 @@ def request_body(message: Generate, images: Sequence[bytes]) -> dict[str, Any]:
         "input_ids": unpack(message.prompt_ids, INT32).tolist(),
         "sampling_params": {
             "temperature": message.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": message.top_p,
+            "top_k": message.top_k or -1,
             "max_new_tokens": message.max_new_tokens,
             "stop_token_ids": unpack(message.stop_ids, INT32).tolist(),
             "logit_bias": {str(token): NEVER for token in unpack(message.banned_ids, INT32).tolist()},
