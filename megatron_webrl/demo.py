@@ -110,7 +110,7 @@ def _demonstrate(config: RunConfig, run_dir: Path, display: Display) -> Path:
             config, tasks[::PAGES_A_SAMPLE], lambda n, total: display.progress("oracle looks at pages", n, total)
         )
         model = make_tiny_model(run_dir / "model_random", tokenizer_texts(config, samples), seed=config.seed)
-        processor = Processor.load(model)
+        processor = Processor.load(model, config.sampling.stop)
         trajectories, images = await demonstrate(
             config, processor, tasks, lambda n, total: display.progress("demonstrations", n, total)
         )

@@ -28,9 +28,14 @@ Grid = tuple[int, int, int]
 
 
 class Processor:
-    """Processor of a Hugging Face Qwen3-VL directory; made by `Processor.load`."""
+    """Processor of a Hugging Face Qwen3-VL directory; made by `Processor.load`.
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, settings: dict[str, Any], vocab_size: int) -> None:
+    stop: texts that end a reply beside the end token.  Raises UserError if one is not a token that a reply may hold.
+    """
+
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, settings: dict[str, Any], vocab_size: int, stop: Sequence[str] = ()
+    ) -> None:
         self.directory = directory
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -42,6 +47,20 @@ class Processor:
         self.video_token_id = self.tokenizer.token_to_id("<|video_pad|>")
         """None where the tokenizer has none."""
         self.end_token_id = self._id(END_TOKEN)
+        self._stop = dict.fromkeys([self.end_token_id, *map(self._stop_id, stop)])
+
+    def _stop_id(self, text: str) -> int:
+        """Its one token.  SGLang runs without a tokenizer: it can stop at tokens, not at texts."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            tokens = [self.tokenizer.id_to_token(i) for i in ids]
+            raise UserError(
+                f"sampling.stop has {text!r}, which is {len(ids)} tokens of the model, {tokens}: give texts that are one token, "
+                f"as {END_TOKEN!r}, or leave it out"
+            )
+        if ids[0] in (self.image_token_id, self.video_token_id):
+            raise UserError(f"sampling.stop has {text!r}, which stands for pixels and is never sampled: leave it out")
+        return ids[0]
 
     def _id(self, token: str) -> int:
         found = self.tokenizer.token_to_id(token)
@@ -50,13 +69,14 @@ class Processor:
         return found
 
     @classmethod
-    def load(cls, directory: Path) -> Processor:
-        """Read tokenizer and image settings.  Raises UserError naming the file that is missing or malformed."""
+    def load(cls, directory: Path, stop: Sequence[str] = ()) -> Processor:
+        """Read tokenizer and image settings.  stop: `sampling.stop`.  Raises UserError naming the file that is missing or
+        malformed, or the text of `stop` that is not one token."""
         try:
             tokenizer = _read_tokenizer(directory / "tokenizer.json")
             settings = _image_settings(directory)
             vocab_size = json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"]
-            return cls(directory, tokenizer, settings, vocab_size)
+            return cls(directory, tokenizer, settings, vocab_size, stop)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"model.path={directory}: tokenizer or processor not readable ({error}): copy them again"
@@ -67,9 +87,9 @@ class Processor:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`, a final end token removed, every other special token shown."""
+        """Text of `ids`, a final token that ends a reply removed, every other special token shown."""
         ids = [int(i) for i in ids]
-        if ids and ids[-1] == self.end_token_id:
+        if ids and ids[-1] in self._stop:
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -126,15 +146,15 @@ class Processor:
         return channels.sub_(mean[:, None]).div_(std[:, None]).flatten(1)
 
     def banned_ids(self) -> np.ndarray:
-        """Tokens never sampled, int32 ascending: every special token but the end token, and padded vocabulary rows."""
+        """Tokens never sampled, int32 ascending: every special token that does not end a reply, and padded vocabulary
+        rows."""
         special = {i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
-        special.discard(self.end_token_id)
         padded = range(self.tokenizer.get_vocab_size(with_added_tokens=True), self.vocab_size)
-        return np.array(sorted(special | set(padded)), dtype=np.int32)
+        return np.array(sorted(special - self._stop.keys() | set(padded)), dtype=np.int32)
 
     def stop_ids(self) -> list[int]:
-        """Tokens that end a reply."""
-        return [self.end_token_id]
+        """Tokens that end a reply, and are kept in it: the end token, then those of `sampling.stop`."""
+        return list(self._stop)
 
     @cached_property
     def _image_processor(self) -> Any:

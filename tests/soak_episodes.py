@@ -53,7 +53,7 @@ def scripted_worker(config: RunConfig, *, seed: int, **arguments: Any) -> worker
     hand = random.Random(f"{seed}/{time.time_ns()}")
     worker.find_chromium = lambda executable: None  # type: ignore[assignment]
     worker.MiniWob = _NoEnvironment  # type: ignore[misc,assignment]
-    worker.Processor.load = staticmethod(lambda path: _NoProcessor())  # type: ignore[method-assign,assignment]
+    worker.Processor.load = staticmethod(lambda *_: _NoProcessor())  # type: ignore[method-assign,assignment]
     role = worker.BrowserWorker(config, **arguments)
 
     async def episode(assignment: Assignment, *_: Any, **__: Any) -> EpisodeResult:

@@ -78,6 +78,8 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         ("trainer.parallel.tp=3", ("trainer.parallel.tp=3", "4 attention heads", "[1, 2]")),
         ("tasks.names=[]", ("tasks.names", "at least one")),
         ("tasks.names=[click-tset]", ("click-tset", "click-test")),
+        ("sampling.stop=[no token]", ("sampling.stop", "'no token'", "one token")),
+        ("sampling.stop=['\"']", ("sampling.stop", "part of every tool call")),
         ("device=cuda", ("device=cuda", "GPU")),
         ("train_only=/nowhere", ("train_only=/nowhere", "no recorded batch", "observe.record_batches=true")),
     ],
@@ -140,6 +142,7 @@ def test_the_demo_says_first_what_would_stop_it_later(tmp_path: Path) -> None:
         ("trainer.parallel.tp=3", ("trainer.parallel.tp=3",)),
         ("tasks.names=[tic-tac-toe]", ("tic-tac-toe", "no script")),
         ("device=cuda", ("device=cuda",)),
+        ("sampling.stop=[</tool_call>]", ("sampling.stop", "'</tool_call>'")),
         ("run_dir=.", ("run_dir=.",)),
     ):
         refused(command("demo", f"run_dir={run}", override), *words)

@@ -108,6 +108,31 @@ def test_banned_are_all_special_tokens_but_the_end_and_all_padded_rows(processor
     assert not banned & set(processor.encode("Click the button."))
 
 
+def test_stop_texts_end_a_reply_and_may_be_sampled(processor: Processor, tiny_model_dir: Path) -> None:
+    """Special tokens, which are banned otherwise, and others; after the end token, once each."""
+    stop = ["<|endoftext|>", ";", "<|im_end|>", ";"]
+    with_stop = Processor.load(tiny_model_dir, stop)
+    end, [extra], [plain] = processor.end_token_id, processor.encode("<|endoftext|>"), processor.encode(";")
+    assert processor.stop_ids() == [end]
+    assert with_stop.stop_ids() == [end, extra, plain]
+    assert set(processor.banned_ids()) - set(with_stop.banned_ids()) == {extra}
+    words = processor.encode("Click")
+    for last in with_stop.stop_ids():
+        assert with_stop.decode([*words, last]) == "Click"
+        assert with_stop.decode([last, *words]) == processor.decode([last, *words]), "only a final one is removed"
+    assert processor.decode([*words, plain]) == "Click;"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("\u2603\n\u2603", "tokens of the model"), ("", "0 tokens"), ("<|image_pad|>", "stands for pixels")],
+)
+def test_a_stop_text_that_is_not_one_token_of_a_reply_is_refused(tiny_model_dir: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=r"sampling\.stop") as caught:
+        Processor.load(tiny_model_dir, [text])
+    assert repr(text) in str(caught.value) and words in str(caught.value) and "leave it out" in str(caught.value)
+
+
 def test_missing_directory_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path="):
         Processor.load(tmp_path / "none")

@@ -12,7 +12,7 @@ from megatron_webrl.agent.demonstrate import (
 from megatron_webrl.agent.episode import EpisodeResult, run_episode
 from megatron_webrl.agent.generate import Generate
 from megatron_webrl.agent.prompt import PastStep, build_prompt, system_prompt
-from megatron_webrl.agent.reply import MalformedReply, format_call, parse_reply
+from megatron_webrl.agent.reply import MalformedReply, check_stop, format_call, parse_reply
 from megatron_webrl.agent.scripted import ScriptedPolicy
 from megatron_webrl.agent.worker import BrowserWorker
 
@@ -26,6 +26,7 @@ __all__ = [
     "ScriptedPolicy",
     "build_prompt",
     "check_scripts",
+    "check_stop",
     "collect_samples",
     "demonstrate",
     "format_call",

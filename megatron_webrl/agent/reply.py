@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_webrl.browser import check_action
+from megatron_webrl.errors import UserError
 
 TOOL = "computer_use"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -21,6 +23,15 @@ def format_call(action: dict[str, Any]) -> str:
     """Action -> reply text that `parse_reply` reads back."""
     call = json.dumps({"name": TOOL, "arguments": action}, ensure_ascii=False)
     return f"{OPEN}\n{_MARKUP.sub(r'\\u003c', call)}\n{CLOSE}"
+
+
+def check_stop(texts: Iterable[str]) -> None:
+    """Raises UserError for a text of `sampling.stop` that would end every reply before its call is whole."""
+    for text in texts:
+        if text in format_call({"action": "left_click", "coordinate": [0, 0]}):
+            raise UserError(
+                f"sampling.stop has {text!r}, which is a part of every tool call and would leave none whole: leave it out"
+            )
 
 
 def parse_reply(text: str) -> dict[str, Any]:

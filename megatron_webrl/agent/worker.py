@@ -76,7 +76,7 @@ class BrowserWorker:
         """Work until stopped or cancelled; then no browser is left.  Raises UserError without a Chromium or a readable
         model directory."""
         find_chromium(self.config.browser.executable)
-        self._processor = await asyncio.to_thread(Processor.load, self.config.model.path)
+        self._processor = await asyncio.to_thread(Processor.load, self.config.model.path, self.config.sampling.stop)
         self._environment = MiniWob(self.config.browser)
         self._coordinator, self._store = (
             Client(address, self._run_id, self.name, keys=self._keys) for address in self._addresses

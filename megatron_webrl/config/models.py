@@ -165,6 +165,10 @@ class SamplingConfig(Section):
     """Must be 0 (off), likewise; `evaluation.top_k` need not."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """A longer reply is cut and marked `length`."""
+    stop: list[str] = []
+    """Texts that end a reply beside the end token, in training and evaluation. Each must be one token of the model, as
+    `<|endoftext|>`, and no part of a tool call; it is trained like the end token, and left out of the text that is parsed."""
+
     @model_validator(mode="after")
     def _untruncated(self) -> SamplingConfig:
         if self.top_p < 1 or self.top_k:

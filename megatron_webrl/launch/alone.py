@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_webrl.config import RunConfig, check_files, dump
+from megatron_webrl.config import RunConfig, dump
 from megatron_webrl.errors import UserError
 from megatron_webrl.launch import roles
 from megatron_webrl.launch.cluster import Cluster, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, place_trainer, visible_gpus
 from megatron_webrl.launch.resume import Resume, check_run_dir
-from megatron_webrl.launch.run import check_recorded, identify
+from megatron_webrl.launch.run import check_model, check_recorded, identify
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
 
 TAIL_BYTES = 1 << 16
@@ -26,7 +26,7 @@ TAIL_BYTES = 1 << 16
 
 def sft(config: RunConfig, display: Display, demonstrations: Path, output: Path) -> None:
     """`megatron-webrl sft`: supervised training of config.model.path on demonstrations -> Hugging Face directory."""
-    check_files(config)
+    check_model(config)
     if not (demonstrations / "demonstrations.msgpack").exists():
         raise UserError(
             f"demonstrations={demonstrations} holds no demonstrations.msgpack: give the folder that `demo` wrote"

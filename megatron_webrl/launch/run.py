@@ -18,6 +18,7 @@ from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, describe, describe_trainer, place, place_trainer, visible_gpus
 from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start, write_start
+from megatron_webrl.processor import Processor
 from megatron_webrl.run_directory import check_writable, checkpoint_step, locked, newest_checkpoint, remove_partial
 from megatron_webrl.wire import BlockingClient, Keys, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
@@ -64,18 +65,26 @@ class RunResult:
 
 def check(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """Every check that needs no process: model directory, layout, Chromium, ports, tasks, GPUs.  Raises UserError."""
-    check_files(config)
+    check_model(config)
     return check_surroundings(config, with_trainer=with_trainer)
+
+
+def check_model(config: RunConfig) -> None:
+    """Model directory, layout, and `sampling.stop` against its tokenizer.  Raises UserError."""
+    check_files(config)
+    Processor.load(config.model.path, config.sampling.stop)
 
 
 def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """The checks of `check` that need no model directory, and the placement.  Raises UserError."""
+    from megatron_webrl.agent import check_stop
     from megatron_webrl.browser import find_chromium
     from megatron_webrl.engine import check_port
     from megatron_webrl.tasks import check_task_names
 
     check_writable("run_dir", Path(config.run_dir))
     check_task_names(config.tasks.names)
+    check_stop(config.sampling.stop)
     find_chromium(config.browser.executable)
     if config.engine.port is not None:
         for i in range(config.engine.hosts):
@@ -336,7 +345,7 @@ def check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[Rec
     """The batches to train on, and the placement.  Raises UserError."""
     from megatron_webrl.replay import choose_batches
 
-    check_files(config)
+    check_model(config)
     check_writable("run_dir", Path(config.run_dir))
     batches = choose_batches(config, after_step=checkpoint_step(checkpoint) if checkpoint else 0)
     return batches, place_trainer(config, visible_gpus(config.device))

@@ -82,7 +82,7 @@ class PolicyTrainer:
         """Steps of the learning-rate schedule so far."""
         self.generator = np.random.default_rng(config.seed)
         """Order of groups in minibatches: the only randomness of training."""
-        self.processor = Processor.load(config.model.path)
+        self.processor = Processor.load(config.model.path, config.sampling.stop)
         self.layout = Layout(
             config, rank=rank, world_size=world_size, master_address=master_address, master_port=master_port
         )

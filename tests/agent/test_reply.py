@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_webrl.agent import MalformedReply, format_call, parse_reply
+from megatron_webrl.agent import MalformedReply, check_stop, format_call, parse_reply
+from megatron_webrl.errors import UserError
 
 COORDINATE = st.lists(st.integers(0, 1000), min_size=2, max_size=2)
 ACTION = st.one_of(
@@ -102,3 +103,12 @@ def test_a_malformed_reply_says_why(reply: str, reason: str) -> None:
     """Strict: exactly one call, exact names, exact types."""
     with pytest.raises(MalformedReply, match=reason):
         parse_reply(reply)
+
+
+@pytest.mark.parametrize("text", ["</tool_call>", "<tool_call>", '"', "\n", "arguments"])
+def test_a_stop_text_within_every_call_is_refused(text: str) -> None:
+    """No call would be whole; what follows a call is fine."""
+    check_stop(["<|endoftext|>", "\n\n", "Observation"])
+    with pytest.raises(UserError, match=r"sampling\.stop") as caught:
+        check_stop(["<|endoftext|>", text])
+    assert repr(text) in str(caught.value)
