@@ -6,6 +6,7 @@ rows have no image, one, or two of different sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +206,23 @@ def compare(models: list[tuple[Path, Found]], chosen: list[tuple[int, Case]], wo
 def test_a_few_layouts_are_exact(world_size: int, models: list[tuple[Path, Found]]) -> None:
     """In micro-batches of which some have images and some not, on shards of which one has none at all."""
     compare(models, QUICK[world_size], world_size)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_logprobs_are_those_of_the_sampling_temperature(
+    temperature: float, models: list[tuple[Path, Found]], make: Callable[..., PolicyTrainer]
+) -> None:
+    """log softmax(z / T) at the given token, tokens that are never sampled at −∞: what the engine samples from."""
+    directory, reference = models[1]
+    trainer = make(directory, sampling={"temperature": temperature})
+    given = material(trainer.processor)
+    rows = given.rows
+    banned = torch.from_numpy(trainer.processor.banned_ids().astype(np.int64))
+    for i, found in enumerate(trainer.logprobs(rows, given.fetch)):
+        z = reference.logits[i].double().index_fill(1, banned, float("-inf"))
+        response = torch.from_numpy(rows[i].response_ids.astype(np.int64))
+        expected = (z / temperature).log_softmax(1).gather(1, response[:, None])[:, 0]
+        assert np.abs(found - expected.numpy()).max() <= LOGITS / temperature, i
 
 
 @pytest.mark.e2e
