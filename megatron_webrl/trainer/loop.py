@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.observe import Tracer
-from megatron_webrl.processor import Processor
 from megatron_webrl.replay import BatchTimeout, Lineage
 from megatron_webrl.screenshots import fetch_images
+from megatron_webrl.trainer.agreement import Agreement
 from megatron_webrl.trainer.batch import Row
 from megatron_webrl.trainer.checkpoint import Checkpoints
 from megatron_webrl.trainer.policy import PolicyTrainer
@@ -60,10 +60,6 @@ PROBE_WAIT_S = 5.0
 """That a step waits for replies that are under way."""
 PROBE_TOKENS = 64
 """Most tokens of such a reply."""
-
-
-class LogprobMismatch(Exception):
-    """An engine does not sample from the weights that the trainer published."""
 
 
 Reply = TypeVar("Reply", bound=Message)
@@ -110,7 +106,8 @@ class TrainerLoop:
             master_port=master_port,
             total_steps=config.trainer.steps,
         )
-        self._processor = Processor.load(config.model.path)
+        self._processor = self._trainer.processor
+        self._agreement = Agreement(config.trainer)
         self._publishing = Publishing(
             self._trainer,
             run_id=run_id,
@@ -248,7 +245,12 @@ class TrainerLoop:
         )
         metrics = dict(report.metrics) | probe
         self._trace_phases(started, metrics)
-        self._check_logprobs(metrics.get("engine/logprob_diff_max", 0.0), "tokens of the newest version in the batch")
+        over = self._agreement.check(
+            metrics.get("engine/logprob_diff_max", 0.0),
+            metrics.get("engine/logprob_diff_mean", 0.0),
+            "tokens of the newest version in the batch",
+        )
+        metrics["engine/logprob_over_budget"] = max(float(over), probe.get("engine/logprob_over_budget", 0.0))
         self._prepare_probe(manifest.group_ids)
         step, self.step, self._saved = self.step, self.step + 1, False
         if report.applied_updates:
@@ -371,22 +373,17 @@ class TrainerLoop:
         if not replies:
             return {}
         ours = self._trainer.logprobs([row for _, row in replies], lambda digests: {d: images[d] for d in digests})
-        largest = 0.0
+        largest, over = 0.0, False
         for (name, row), logprobs in zip(replies, ours, strict=True):
-            diff = float(np.abs(logprobs - row.behave_logprobs).max())
-            self._check_logprobs(diff, f"reply of engine host {name} after the refresh to version {self.version}")
-            largest = max(largest, diff)
-        return {"engine/refresh_logprob_diff_max": largest, "engine/refresh_probes": float(len(replies))}
-
-    def _check_logprobs(self, diff: float, where: str) -> None:
-        bound = self.config.trainer.max_logprob_diff
-        if bound is None and self.config.trainer.dtype == "float32":
-            bound = 1e-3
-        if bound is not None and not diff <= bound:
-            raise LogprobMismatch(
-                f"|engine − trainer| logprob {diff:.2e} exceeds trainer.max_logprob_diff={bound:g} ({where}): the engine "
-                "does not hold the published weights, or its numerics differ"
-            )
+            diff = np.abs(logprobs - row.behave_logprobs)
+            where = f"reply of engine host {name} after the refresh to version {self.version}"
+            over |= self._agreement.check(float(diff.max()), float(diff.mean()), where)
+            largest = max(largest, float(diff.max()))
+        return {
+            "engine/refresh_logprob_diff_max": largest,
+            "engine/refresh_probes": float(len(replies)),
+            "engine/logprob_over_budget": float(over),
+        }
 
 
 def _row(prompt: _Prompt, reply: Generated) -> Row:

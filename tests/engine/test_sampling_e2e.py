@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_engine_e2e import IMAGE_PROMPT, TEXT_PROMPT, TOLERANCE, Policy, named, screenshot
+from policies import IMAGE_PROMPT, TEXT_PROMPT, TOLERANCE, Policy, named, screenshot
 
 from megatron_webrl.engine import GenerationClient
 from megatron_webrl.processor import Processor

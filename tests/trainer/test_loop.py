@@ -10,6 +10,7 @@ from on_ranks import free_port, on_ranks
 from ranks import Recorded, run_config
 
 from megatron_webrl.trainer import PolicyTrainer, rows_of
+from megatron_webrl.trainer.agreement import Agreement
 from megatron_webrl.trainer.loop import TrainerLoop, _Prompt
 
 
@@ -25,6 +26,7 @@ def probes_checked(rank: int, ranks: int, model: Path, port: int) -> list[dict[s
     trainer.logprobs([other] * 2, recorded.fetch_images)  # the shards forget the prompt's screenshot
     loop: Any = TrainerLoop.__new__(TrainerLoop)
     loop.config, loop.version, loop._trainer = config, 3, trainer
+    loop._agreement = Agreement(config.trainer)
     loop._prompt = None
     found = []
     for _ in range(2):
