@@ -158,7 +158,7 @@ class TrainerLoop:
                         self._save()
                     self._checkpoints.finish()
                     self._publishing.wait()
-                    self._trainer.save_hf(Path(self.config.run_dir) / "model_final")
+                    self._trainer.save_hf(Path(self.config.run_dir) / "model_final", exported=self._publishing.exported)
                     finished = True
                     if self.rank == 0:
                         self._tell(TrainingFinished(self.step, self.version))

@@ -213,15 +213,20 @@ class PolicyTrainer:
             return None
         return Snapshot(self.plan, self.layout.pp_rank, pinned=self.layout.device.type == "cuda")
 
-    def save_hf(self, directory: Path) -> None:
-        """Write a complete Hugging Face directory, whole or not at all, each stage its own files."""
+    def save_hf(self, directory: Path, *, exported: tuple[Snapshot | None, int] | None = None) -> None:
+        """Write a complete Hugging Face directory, whole or not at all, each stage its own files.
+
+        exported: this stage's snapshot and its version, where the weights are exported already.
+        """
         if self.layout.rank == 0:
             begin_directory(directory)
         self.layout.barrier()
-        snapshot = self.snapshot()
-        self.export(snapshot, 0)
+        if exported is None:
+            exported = self.snapshot(), 0
+            self.export(*exported)
+        snapshot, version = exported
         if snapshot is not None:
-            write_stage(partial_path(directory), snapshot, 0)
+            write_stage(partial_path(directory), snapshot, version)
         self.layout.barrier()
         if self.layout.rank == 0:
             complete_directory(directory, self.plan, self.config.model.path)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from megatron_webrl.trainer.export import Snapshot
 from megatron_webrl.trainer.layout import own_address
 from megatron_webrl.trainer.policy import PolicyTrainer
 from megatron_webrl.trainer.refresh import RefreshReport, WeightPublisher
@@ -40,6 +41,7 @@ class Publishing:
         layout, config = trainer.layout, trainer.config
         self._trainer, self._refreshed = trainer, refreshed
         self._snapshot = trainer.snapshot()
+        self._version = -1
         self._job: Future[RefreshReport] | None = None
         self._joiners: Future[None] | None = None
         self._publisher: WeightPublisher | None = None
@@ -79,9 +81,15 @@ class Publishing:
 
     def publish(self, version: int) -> None:
         """Copy the weights out, and let them travel as they come.  The refresh before must be over: see `wait`."""
+        self._version = version
         if self._publisher is not None:
             self._job = self._thread.submit(self._publish(version))
         self._trainer.export(self._snapshot, version)
+
+    @property
+    def exported(self) -> tuple[Snapshot | None, int]:
+        """What `PolicyTrainer.save_hf` takes: the weights that were published last."""
+        return self._snapshot, self._version
 
     async def _publish(self, version: int) -> RefreshReport:
         assert self._publisher is not None

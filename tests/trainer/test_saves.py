@@ -69,6 +69,8 @@ class FakeNoEngines:
     def check(self) -> None: ...
     def close(self) -> None: ...
 
+    exported = None
+
 
 @pytest.fixture
 def run(deep_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
