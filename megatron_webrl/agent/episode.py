@@ -227,6 +227,7 @@ class _Run:
                 top_k=self._assignment.top_k,
                 timeout_s=self._config.engine.request_timeout_s,
                 digests=[i.digest for i in window],
+                affinity=self._assignment.key,
             )
         generate_s = time.monotonic() - began
         self._spent_s += max(0.0, generate_s - reply.waited_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from megatron_webrl.wire.messages import Generated
@@ -22,6 +22,8 @@ class Generate(Protocol):
         digests: Sequence[str],
         top_p: float,
         top_k: int,
+        affinity: Hashable,
     ) -> Generated:
         """Sample one reply to `prompt_ids`, which hold one image_pad for each of `digests`; `images` has the bytes by
-        digest.  Raises engine.EngineUnreachable after `timeout_s`."""
+        digest.  affinity: names the episode, whose requests are best served by one engine.  Raises
+        engine.EngineUnreachable after `timeout_s`."""

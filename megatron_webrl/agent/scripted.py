@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from megatron_webrl.processor import Processor
 from megatron_webrl.trajectory import FLOAT32, INT32, pack
@@ -29,6 +29,7 @@ class ScriptedPolicy:
         digests: Sequence[str],
         top_p: float,
         top_k: int,
+        affinity: Hashable,
     ) -> Generated:
         self.prompts.append(self._processor.decode(prompt_ids))
         reply = self._replies.pop(0) if self._replies else ""

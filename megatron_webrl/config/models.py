@@ -195,8 +195,14 @@ class EngineConfig(Section):
     """Most requests that one SGLang runs at once."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Grace of a cold start before it counts as failed."""
+    health_timeout_s: float = Field(default=60.0, gt=0)
+    """An SGLang that should serve and gives no sign of life for so long is killed and restarted."""
     request_timeout_s: float = Field(default=120.0, gt=0)
     """A reply that takes longer, the engine's absence included, is a fault."""
+    hosts_per_worker: int = Field(default=4, gt=0)
+    """Engine hosts that a browser worker spreads its requests over, of those that live."""
+    image_cache_bytes: int = Field(default=256 << 20, ge=0)
+    """Screenshots that an engine host keeps, so that those of a window are not sent again each step."""
     max_restarts: int = Field(default=5, ge=0)
     """Restarts of one SGLang in a run before the run ends with an error."""
     threads: int | None = Field(default=None, gt=0)
@@ -208,7 +214,14 @@ class EngineConfig(Section):
     def _ours(self) -> EngineConfig:
         ours = {"model-path": "model.path", "device": "device", "tp": "engine.tp", "port": "engine.port"}
         ours |= dict.fromkeys(
-            ("host", "weight-version", "skip-tokenizer-init", "disable-overlap-schedule"), "nothing: it is fixed"
+            (
+                "host",
+                "weight-version",
+                "skip-tokenizer-init",
+                "disable-overlap-schedule",
+                "incremental-streaming-output",
+            ),
+            "nothing: it is fixed",
         )
         for name in self.args:
             if key := ours.get(name.replace("_", "-")):

@@ -1,41 +1,94 @@
-"""The generation client of a browser worker: picks a host, sends images once, and never waits past its deadline."""
+"""The generation client of a browser worker: picks a host, sends images once, keeps what was sampled when a host is lost,
+and never waits past its deadline.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+import uuid
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from random import Random
 
 import numpy as np
 
 from megatron_webrl.config import SamplingConfig
-from megatron_webrl.trajectory import INT32, pack
-from megatron_webrl.wire import Client, Keys, RequestFailed, RequestRefused, RequestTimeout
+from megatron_webrl.engine.generation import ended
+from megatron_webrl.engine.routing import pick
+from megatron_webrl.trajectory import INT32, pack, unpack
+from megatron_webrl.wire import Client, Keys, RequestFailed, RequestRefused, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
+    CancelGeneration,
+    Done,
     Engines,
     EngineStatus,
     EngineUnavailable,
     Generate,
     Generated,
+    Generating,
     ListEngines,
+    Message,
     NeedImages,
+    PollGeneration,
 )
 
-_REFRESH_S = 1.0
-"""How often routes are asked for while a request waits."""
+POLL_S = 2.0
+"""How long a host may wait with its answer: the tokens that are older than this outlive it."""
+REPLY_S = 2.0
+"""How much later an answer counts as lost, and is asked for again."""
+SILENT_S = 10.0
+"""A host that is silent for so long is left, or earlier if the coordinator misses it too."""
+_LIST_S = 1.0
+"""How often routes are asked for."""
 _AVOID_S = 1.0
 """A host that just failed a request is asked again after so many seconds, if there is another."""
+_HOMES = 4096
+"""Episodes whose host is remembered."""
 
 
 class EngineUnreachable(Exception):
     """No engine host could serve the request before its deadline: a fault, not the policy's doing."""
 
 
-class GenerationClient:
-    """Token-in, token-out over all engine hosts that the coordinator knows.
+class _Route:
+    """A host, the connection to it, and what is known of its load."""
 
-    coordinator: shared with its owner, who closes it.  keys: of the run.
+    def __init__(self, status: EngineStatus, client: Client) -> None:
+        self.status, self.client = status, client
+        self.listed = True
+        self.ours = 0
+        """Generations of this client that are there."""
+        self.others = 0
+        """Of other clients, by its newest word."""
+        self.avoid_until = 0.0
+
+    def hear(self, running: int) -> None:
+        """It says how many it has."""
+        self.others = max(0, running - self.ours)
+
+
+class _Reply:
+    """What was sampled of a reply so far, at one host after another.  Packed; see Generated."""
+
+    def __init__(self) -> None:
+        self.ids = self.logprobs = self.versions = b""
+        self.waited_s = 0.0
+
+    def add(self, part: Generating | Generated | EngineUnavailable, *, again: int = 0) -> int:
+        """Returns the number of its tokens, of which the first `again` are there already and replaced."""
+        keep = len(self.ids) - INT32.itemsize * again
+        self.ids = self.ids[:keep] + part.response_ids
+        self.logprobs = self.logprobs[:keep] + part.logprobs
+        self.versions = self.versions[:keep] + part.versions
+        return len(part.response_ids) // INT32.itemsize
+
+
+class GenerationClient:
+    """Token-in, token-out over the engine hosts that the coordinator gives.
+
+    coordinator: shared with its owner, who closes it; its name is that of the worker.  keys: of the run.
     banned_ids: tokens never sampled; stop_ids: tokens that end a reply and are kept in it.
     request_timeout_s: upper bound of every call's timeout.
     """
@@ -54,12 +107,14 @@ class GenerationClient:
         self._sampling = sampling
         self._banned, self._stop = pack(banned_ids, INT32), pack(stop_ids, INT32)
         self._request_timeout_s = request_timeout_s
-        self._hosts: dict[str, EngineStatus] = {}
-        self._clients: dict[str, Client] = {}
-        self._in_flight: dict[str, int] = {}
-        self._avoid: dict[str, float] = {}
-        self._listed_at = -_REFRESH_S
+        self._routes: dict[str, _Route] = {}
+        """By address."""
+        self._homes: OrderedDict[Hashable, str] = OrderedDict()
+        """Address of the host that served an episode last."""
+        self._random = Random(coordinator.name)
+        self._listed_at = -_LIST_S
         self._listing = asyncio.Lock()
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     async def generate(
         self,
@@ -72,120 +127,197 @@ class GenerationClient:
         digests: Sequence[str] | None = None,
         top_p: float = 1.0,
         top_k: int = 0,
+        affinity: Hashable | None = None,
     ) -> Generated:
         """Sample one reply.
 
         prompt_ids: int [P], one image_pad an image.  images: encoded bytes by digest, oldest first.  digests: one an
-        image_pad, where a screenshot occurs twice; else the order of `images`.  temperature 0 is greedy.
-        The reply's `waited_s` includes what was spent here without a host that serves.
+        image_pad, where a screenshot occurs twice; else the order of `images`.  temperature 0 is greedy; top_k 0 is off.
+        affinity: names the episode; its requests go to one host as long as that serves and is not too busy.
+        The reply's `waited_s` includes what was spent here without a host that serves.  Cancelled, it is aborted at its host.
         Raises EngineUnreachable after `timeout_s` (or the client's request timeout, if that is shorter), and at once
         when a host says that the request itself failed.
         """
         order = list(images if digests is None else digests)
-        prompt = pack(prompt_ids, INT32)
-        carried = {d: images[d] for d in order[-1:]}
-        began = time.monotonic()
+        request = Generate(
+            request="",
+            prompt_ids=pack(prompt_ids, INT32),
+            digests=order,
+            images={},
+            max_new_tokens=self._sampling.max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            banned_ids=self._banned,
+            stop_ids=self._stop,
+            deadline_s=0.0,
+            wait_s=POLL_S,
+            top_p=top_p,
+            top_k=top_k,
+        )
+        reply = _Reply()
+        asked: set[str] = set()
+        carried = order[-1:]
+        home = None if affinity is None else self._homes.get(affinity)
+        began = idle_since = time.monotonic()
         deadline = began + min(timeout_s, self._request_timeout_s)
         reason = "no engine host is known to the coordinator"
         while (left := deadline - time.monotonic()) > 0:
-            await self._refresh_routes(min(left, 5.0))
-            host = self._choose()
-            if host is None:
+            await self._list(min(left, 1.0))
+            route = self._choose(home)
+            if route is None:
                 await asyncio.sleep(min(0.1, left))
                 continue
-            sent = time.monotonic()
-            request = Generate(
-                prompt_ids=prompt,
-                digests=order,
-                images=carried,
-                max_new_tokens=self._sampling.max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                banned_ids=self._banned,
-                stop_ids=self._stop,
-                deadline_s=left,
-                top_p=top_p,
-                top_k=top_k,
-            )
-            reply = await self._ask(host, request, deadline)
-            if isinstance(reply, Generated):
-                reply.waited_s += sent - began
-                return reply
-            if isinstance(reply, NeedImages):
-                lacking = [d for d in reply.digests if d not in images]
-                if lacking:
-                    raise ValueError(f"the prompt names images that were not given: {lacking}")
-                carried = dict(images)
+            reply.waited_s += time.monotonic() - idle_since
+            request.request, request.prefix_ids = uuid.uuid4().hex, reply.ids
+            request.images = {digest: images[digest] for digest in carried}
+            answer = await self._ask(route, request, reply, deadline)
+            idle_since = time.monotonic()
+            if isinstance(answer, NeedImages):
+                asked |= set(answer.digests)
+                if lacking := asked - set(images):
+                    raise ValueError(f"the prompt names images that were not given: {sorted(lacking)}")
+                carried, home = list(asked), route.status.address
                 continue
-            reason = f"{host.name}: {reply}"
-            self._avoid[host.name] = time.monotonic() + _AVOID_S
+            finish = answer.finish_reason if isinstance(answer, Generated) else self._ended(reply.ids)
+            if finish:
+                if affinity is not None:
+                    self._remember(affinity, route)
+                return Generated(
+                    reply.ids, reply.logprobs, reply.versions, finish, reply.waited_s, route.others + route.ours
+                )
+            reason = f"{route.status.name}: {answer}"
+            route.avoid_until = time.monotonic() + _AVOID_S
             await asyncio.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
         raise EngineUnreachable(f"no engine served the request within {time.monotonic() - began:.1f} s: {reason}")
 
     async def close(self) -> None:
         """Close the sockets to the hosts; requests in flight fail."""
-        for client in self._clients.values():
-            client.close()
-        self._clients.clear()
+        for task in (tasks := list(self._cancelling)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for route in self._routes.values():
+            route.client.close()
+        self._routes.clear()
 
-    def _choose(self) -> EngineStatus | None:
-        """Fewest of our own requests in flight among hosts that serve, else among any that may yet."""
+    def _ended(self, ids: bytes) -> str:
+        """Why a reply of these tokens is finished, if it is: its host may be lost before it says so."""
+        return ended(unpack(ids, INT32).tolist(), unpack(self._stop, INT32).tolist(), self._sampling.max_new_tokens)
+
+    # Routes -----------------------------------------------------------------------------------------------------------
+
+    def _choose(self, home: str | None) -> _Route | None:
+        """Among hosts that serve, else among any that may yet: they hold the request until they do."""
         now = time.monotonic()
-        hosts = [h for h in self._hosts.values() if h.state != "dead"]
+        routes = [r for r in self._routes.values() if r.listed and r.status.state not in ("draining", "dead")]
         for wanted in (
-            [h for h in hosts if h.state == "serving" and self._avoid.get(h.name, 0.0) <= now],
-            [h for h in hosts if self._avoid.get(h.name, 0.0) <= now],
-            hosts,
+            [r for r in routes if r.status.state == "serving" and r.avoid_until <= now],
+            [r for r in routes if r.avoid_until <= now],
+            routes,
         ):
             if wanted:
-                return min(wanted, key=lambda h: (self._in_flight.get(h.name, 0), h.running, h.name))
+                loads = {r.status.address: r.ours + r.others for r in wanted}
+                return self._routes[pick(loads, home, self._random)]
         return None
 
-    async def _ask(self, host: EngineStatus, request: Generate, deadline: float) -> Generated | NeedImages | str:
-        """The reply, or why there is none.  A host whose process was replaced meanwhile has lost the request."""
-        client = self._clients.get(host.address)
-        if client is None:
-            client = self._clients[host.address] = Client(
-                host.address, self._coordinator.run_id, self._coordinator.name, keys=self._keys
-            )
-        self._in_flight[host.name] = self._in_flight.get(host.name, 0) + 1
-        wait = max(0.1, deadline - time.monotonic())
-        task = asyncio.ensure_future(
-            client.request(request, timeout=wait + 1.0, expect=(Generated, NeedImages, EngineUnavailable))
-        )
-        try:
-            while not (await asyncio.wait({task}, timeout=_REFRESH_S))[0]:
-                await self._refresh_routes(_REFRESH_S)
-                now = self._hosts.get(host.name)
-                if now is None or now.state == "dead" or _process(now) != _process(host):
-                    return "the host went away"
-            reply = task.result()
-            assert isinstance(reply, Generated | NeedImages | EngineUnavailable)
-            return reply.reason if isinstance(reply, EngineUnavailable) else reply
-        except RequestTimeout as error:
-            return str(error)
-        except (RequestFailed, RequestRefused) as error:
-            raise EngineUnreachable(str(error)) from None
-        finally:
-            task.cancel()
-            self._in_flight[host.name] -= 1
+    def _another_serves(self, route: _Route) -> bool:
+        return any(r.listed and r.status.state == "serving" for r in self._routes.values() if r is not route)
 
-    async def _refresh_routes(self, timeout: float) -> None:
+    def _remember(self, affinity: Hashable, route: _Route) -> None:
+        self._homes[affinity] = route.status.address
+        self._homes.move_to_end(affinity)
+        while len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
+
+    async def _list(self, timeout: float) -> None:
         """Ask the coordinator for the hosts, at most once a second for all callers together."""
-        if time.monotonic() - self._listed_at < _REFRESH_S:
+        if time.monotonic() - self._listed_at < _LIST_S:
             return
         async with self._listing:
-            if time.monotonic() - self._listed_at < _REFRESH_S:
+            if time.monotonic() - self._listed_at < _LIST_S:
                 return
             with contextlib.suppress(RequestTimeout, RequestFailed):  # the known routes stay good meanwhile
-                reply = await self._coordinator.request(ListEngines(), timeout=timeout, expect=Engines)
-                self._hosts = {h.name: h for h in reply.hosts}
-                gone = set(self._clients) - {h.address for h in reply.hosts}
-                for address in gone:
-                    self._clients.pop(address).close()
+                reply = await self._coordinator.request(
+                    ListEngines(self._coordinator.name), timeout=timeout, expect=Engines
+                )
+                self._update(reply.hosts)
             self._listed_at = time.monotonic()
 
+    def _update(self, hosts: list[EngineStatus]) -> None:
+        for route in self._routes.values():
+            route.listed = False
+        for status in hosts:
+            known = self._routes.get(status.address)
+            if known is None:
+                client = Client(status.address, self._coordinator.run_id, self._coordinator.name, keys=self._keys)
+                known = self._routes[status.address] = _Route(status, client)
+            known.status, known.listed = status, True
+            known.hear(status.running)
+        for address, route in list(self._routes.items()):
+            if not route.listed and not route.ours:
+                self._routes.pop(address).client.close()
 
-def _process(host: EngineStatus) -> tuple[str, int]:
-    """Identity of the host's own process: it counts its SGLang's incarnations from one base."""
-    return host.address, host.incarnation - host.starts
+    # One host ---------------------------------------------------------------------------------------------------------
+
+    async def _ask(
+        self, route: _Route, request: Generate, reply: _Reply, deadline: float
+    ) -> Generated | NeedImages | str:
+        """Generate on one host.  Returns the end, or why there is none; what was sampled and told is added to the reply."""
+        request.deadline_s = deadline - time.monotonic()
+        message: Generate | PollGeneration = request
+        have, heard, waited_s = 0, time.monotonic(), 0.0
+        answer: Message | None = None
+        route.ours += 1
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                message.wait_s = min(POLL_S, left)
+                try:
+                    answer = await route.client.request(
+                        message,
+                        timeout=min(POLL_S + REPLY_S, left + 1.0),
+                        expect=(Generating, Generated, EngineUnavailable, NeedImages),
+                    )
+                except RequestTimeout as error:  # the message or its answer may be lost, or the host
+                    await self._list(1.0)
+                    missed = not route.listed or route.status.state == "dead"
+                    if missed or time.monotonic() - heard > SILENT_S:
+                        return str(error)
+                    continue
+                if isinstance(answer, NeedImages):
+                    return answer
+                assert isinstance(answer, Generating | Generated | EngineUnavailable)
+                heard, waited_s = time.monotonic(), answer.waited_s
+                if isinstance(answer, EngineUnavailable):
+                    reply.add(answer)
+                    return answer.reason
+                route.hear(answer.running)
+                if isinstance(answer, Generated):
+                    reply.add(answer, again=have)
+                    return answer
+                have += reply.add(answer)
+                message = PollGeneration(request.request, have, POLL_S)
+                if not have:
+                    await self._list(1.0)
+                    if route.status.state != "serving" and self._another_serves(route):
+                        return f"it is {route.status.state}"
+            return "it was not finished at the deadline"
+        except (RequestFailed, RequestRefused) as error:
+            answer = None
+            raise EngineUnreachable(str(error)) from None
+        finally:
+            route.ours -= 1
+            if not isinstance(answer, Generated | NeedImages | EngineUnavailable):
+                reply.waited_s += waited_s + time.monotonic() - heard
+                self._cancel(route, request.request)
+            else:
+                reply.waited_s += waited_s
+
+    def _cancel(self, route: _Route, request: str) -> None:
+        """Tell the host that the generation is not wanted any more, without waiting for it."""
+
+        async def tell() -> None:
+            with contextlib.suppress(WireError):
+                await route.client.request(CancelGeneration(request), timeout=REPLY_S, expect=Done)
+
+        task = asyncio.create_task(tell())
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)

@@ -1,5 +1,5 @@
-"""The generation side of an engine host: the gate that opens when it serves, the cache of image bytes, and the form
-that a request takes in SGLang.  Nothing here does input or output.
+"""The generation side of an engine host: the gate that opens when it serves, the cache of image bytes, and the forms that
+a request and its reply take in SGLang.  Nothing here does input or output.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron_webrl.engine.sglang_server import SglangError, SglangGone
 from megatron_webrl.screenshots import is_jpeg
-from megatron_webrl.trajectory import FLOAT32, INT32, pack, unpack
-from megatron_webrl.wire.messages import Generate, Generated
+from megatron_webrl.trajectory import INT32, unpack
+from megatron_webrl.wire.messages import Generate
 
-IMAGE_CACHE_BYTES = 64 << 20
+CHUNK_TOKENS = 16
+"""SGLang is asked to hand tokens out so many at a time: the most, of each request, that its death loses."""
 NEVER = -1e4
 """Added to the logit of a token that is never sampled; its probability is exactly 0 in float32 (JSON knows no −inf)."""
 AFTER_JPEG = b"\0"
@@ -63,7 +65,7 @@ class ServingGate:
 class ImageCache:
     """Encoded images by digest, least recently used out first, at most `limit` bytes."""
 
-    def __init__(self, limit: int = IMAGE_CACHE_BYTES) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
         self._images: OrderedDict[str, bytes] = OrderedDict()
@@ -87,44 +89,84 @@ class ImageCache:
         return data
 
 
-def request_body(message: Generate, images: Sequence[bytes]) -> dict[str, Any]:
-    """Body of SGLang's /generate.  images: encoded bytes, one an image_pad, in order."""
+def request_body(message: Generate, images: Sequence[bytes], *, version: int) -> dict[str, Any]:
+    """Body of SGLang's /generate, as a stream.
+
+    images: encoded bytes, one an image_pad, in order.  version: that SGLang serves; its prefix cache is keyed by it, so that
+    no later request meets the KV of older weights where a refresh leaves the cache alone (`refresh.mode: in_place`).
+    Raises ValueError if `prefix_ids` is a whole reply already.
+    """
+    prefix = unpack(message.prefix_ids, INT32).tolist()
+    stop = unpack(message.stop_ids, INT32).tolist()
+    if why := ended(prefix, stop, message.max_new_tokens):
+        raise ValueError(f"there is nothing to continue: the {len(prefix)} tokens of prefix_ids end by {why!r}")
     body: dict[str, Any] = {
-        "input_ids": unpack(message.prompt_ids, INT32).tolist(),
+        "input_ids": unpack(message.prompt_ids, INT32).tolist() + prefix,
         "sampling_params": {
             "temperature": message.temperature,
             "top_p": message.top_p,
             "top_k": message.top_k or -1,
-            "max_new_tokens": message.max_new_tokens,
-            "stop_token_ids": unpack(message.stop_ids, INT32).tolist(),
+            "max_new_tokens": message.max_new_tokens - len(prefix),
+            "stop_token_ids": stop,
             "logit_bias": {str(token): NEVER for token in unpack(message.banned_ids, INT32).tolist()},
             "sampling_seed": message.seed & 0x7FFFFFFF,
+            "stream_interval": CHUNK_TOKENS,
         },
         "return_logprob": True,
+        "stream": True,
+        "extra_key": str(version),
     }
     if images:
         body["image_data"] = [base64.b64encode(data + AFTER_JPEG * is_jpeg(data)).decode() for data in images]
     return body
 
 
-def read_reply(reply: Mapping[str, Any], *, waited_s: float, running: int) -> Generated | None:
-    """SGLang's reply -> Generated; None if the request was aborted.  Raises ValueError if it contradicts itself."""
-    meta = reply["meta_info"]
-    finish = meta["finish_reason"]["type"]
-    if finish == "abort":
-        return None
-    ids = reply["output_ids"]
-    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
-        raise ValueError(f"SGLang gave {len(ids)} tokens and the logprobs of {len(logprobs)} others")
-    return Generated(
-        response_ids=pack(ids, INT32),
-        logprobs=pack(logprobs, FLOAT32),
-        versions=pack(token_versions(meta["weight_versions"], len(ids)), INT32),
-        finish_reason="length" if finish == "length" else "stop",
-        waited_s=waited_s,
-        running=running,
-    )
+def ended(ids: Sequence[int], stop_ids: Sequence[int], max_new_tokens: int) -> str:
+    """Why a reply of these tokens is finished, `stop` or `length`; empty if it is not."""
+    if ids and ids[-1] in stop_ids:
+        return "stop"
+    return "length" if len(ids) >= max_new_tokens else ""
+
+
+class Sampled:
+    """What one request to SGLang has sampled so far: ids, logprobs and versions of its tokens, and in the end why it ended.
+
+    version: that SGLang served when the request was sent.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.finish_reason = ""
+        """`stop` or `length`; empty while it goes on."""
+        self._version = version
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """The next chunk of the stream.
+
+        Only the last chunk has the version of every token.  Until it comes tokens count as of the version that was served
+        when the chunk *before* theirs was sent: weights may have changed since, so they are that new at least.
+        Raises SglangError if SGLang refused the request, SglangGone if it dropped it, ValueError if the chunk contradicts
+        itself.
+        """
+        if error := chunk.get("error"):
+            raise (SglangError if 400 <= int(error.get("code") or 400) < 500 else SglangGone)(error.get("message"))
+        meta = chunk["meta_info"]
+        finish = meta["finish_reason"]
+        if finish and finish["type"] == "abort":  # what comes with it may repeat a token
+            refused = finish.get("status_code") == 400
+            raise (SglangError if refused else SglangGone)(f"SGLang aborted it: {finish.get('message')}")
+        ids, entries = chunk["output_ids"], meta["output_token_logprobs"]
+        if [entry[1] for entry in entries] != ids:
+            raise ValueError(f"SGLang gave {len(ids)} tokens and the logprobs of {len(entries)} others")
+        self.ids += ids
+        self.logprobs += [entry[0] for entry in entries]
+        self.versions += [self._version] * len(ids)
+        self._version = int(meta["weight_version"])
+        if finish:
+            self.versions = token_versions(meta["weight_versions"], len(self.ids)).tolist()
+            self.finish_reason = "length" if finish["type"] == "length" else "stop"
 
 
 def token_versions(spans: Sequence[Mapping[str, Any]], tokens: int) -> np.ndarray:

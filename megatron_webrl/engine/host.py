@@ -1,6 +1,7 @@
 """An engine host: starts and watches one SGLang, answers generation, and takes weights in.
 
-    starting -> waiting_weights -> serving(version)          (its SGLang died: starting, one incarnation further)
+    starting -> waiting_weights -> serving(version) -> draining -> dead
+        (its SGLang died, or gave no sign of life: starting, one incarnation further)
 
 A host that waits for weights serves nothing: whatever its SGLang loaded from disk, the trainer did not publish it.
 A refresh step that fails or is late kills the SGLang, so that no mixture of weights ever serves.
@@ -13,28 +14,22 @@ import contextlib
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron_webrl.config import RunConfig
-from megatron_webrl.engine.generation import ImageCache, ServingGate, read_reply, request_body
+from megatron_webrl.engine.generation import ServingGate
 from megatron_webrl.engine.receiver import WeightReceiver
-from megatron_webrl.engine.sglang_server import INITIAL_VERSION, SglangError, SglangGone, SglangServer, resolve_device
+from megatron_webrl.engine.requests import GenerationTable
+from megatron_webrl.engine.sglang_server import INITIAL_VERSION, SglangError, SglangServer, resolve_device
 from megatron_webrl.observe import Tracer
 from megatron_webrl.wire import Client, Keys, Server, WireError
-from megatron_webrl.wire.messages import (
-    Done,
-    EngineStatus,
-    EngineUnavailable,
-    Generate,
-    Generated,
-    Message,
-    NeedImages,
-)
+from megatron_webrl.wire.messages import Done, Drain, EngineStatus, Message
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
 WATCH_EVERY_S = 0.25
+PROBE_EVERY_S = 10.0
+"""Of the health of an SGLang that should serve; oftener where engine.health_timeout_s is short."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 
@@ -67,17 +62,16 @@ class EngineHost:
         self._keys = keys
         self.gate = ServingGate()
         self._weights = WeightReceiver(self, config.refresh.mode, trace)
-        self._images = ImageCache()
-        self._slots = asyncio.Semaphore(
-            config.engine.max_running_requests
-        )  # so that queueing is seen, and counted as such
-        self._running = 0
+        self._generations = GenerationTable(self, config.engine)
         self._changed = asyncio.Event()
+        self._drain_until = 0.0
+        self._draining = asyncio.Event()
+        self._heard = 0.0
         self._life_lock = asyncio.Lock()
         self._wire = Server(
             address,
             run_id,
-            {Generate: self._generate, **self._weights.handlers()},
+            {Drain: self._drain, **self._generations.handlers(), **self._weights.handlers()},
             keys=keys,
         )
         self.sglang: SglangServer
@@ -96,28 +90,36 @@ class EngineHost:
             version=self.version,
             incarnation=self.incarnation,
             ranks=self._config.engine.tp,
-            running=self._running,
+            running=self._generations.running,
             starts=self.starts,
         )
 
     async def run(self) -> None:
-        """Until cancelled, leaving nothing behind.  Raises UserError (port taken), SglangError (too many restarts)."""
+        """Until cancelled or drained, leaving nothing behind.  Raises UserError (port taken), SglangError (too many
+        restarts)."""
         device = await resolve_device(self._config)
         mark = f"{self._run_id}/{self.name}/sglang"
         self.sglang = SglangServer(self._config, index=self._index, device=device, mark=mark, log=self._log)
         coordinator = Client(self._coordinator_address, self._run_id, self.name, keys=self._keys)
         try:
             await self._wire.start()
-            heartbeat = asyncio.create_task(self._heartbeat(coordinator))
+            life, leaving = asyncio.create_task(self._supervise()), asyncio.create_task(self._leave())
+            tasks = [life, leaving, asyncio.create_task(self._heartbeat(coordinator))]
             try:
-                await self._supervise()
+                await asyncio.wait({life, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if life.done():
+                    life.result()
+                await leaving
             finally:
-                heartbeat.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 self._set("dead")
                 with contextlib.suppress(WireError, TimeoutError):
                     async with asyncio.timeout(1.0):
                         await coordinator.request(self.status(), timeout=1.0, expect=Done)
         finally:
+            await self._generations.close()
             await self.sglang.close()
             await self._wire.close()
             coordinator.close()
@@ -142,6 +144,8 @@ class EngineHost:
                 self._set("waiting_weights")
                 reason = await self._watch()
             await self.kill(self.incarnation)
+            if self._draining.is_set():
+                return
             if self.starts > self._config.engine.max_restarts:
                 raise SglangError(f"{self.name}: its SGLang ended {self.starts} times (engine.max_restarts): {reason}")
             log.warning("%s: SGLang start %d ended: %s", self.name, self.starts, reason)
@@ -156,12 +160,34 @@ class EngineHost:
 
     async def _watch(self) -> str:
         """Returns why the SGLang ended, or must."""
+        probing = asyncio.create_task(self._probe())
+        try:
+            while True:
+                await asyncio.sleep(WATCH_EVERY_S)
+                if not self.sglang.alive():
+                    return f"a process of it died: {self.sglang.log_tail()}"
+                if self._weights.late():
+                    return "a refresh was begun and not ended before its deadline"
+                if not self.gate.is_open:
+                    self.heard()
+                silent_s = time.monotonic() - self._heard
+                if silent_s > self._config.engine.health_timeout_s:
+                    return f"it gave no sign of life for {silent_s:.0f} s (engine.health_timeout_s)"
+        finally:
+            probing.cancel()
+
+    async def _probe(self) -> None:
+        """Have it generate from time to time, while it serves."""
+        timeout = self._config.engine.health_timeout_s
         while True:
-            await asyncio.sleep(WATCH_EVERY_S)
-            if not self.sglang.alive():
-                return f"a process of it died: {self.sglang.log_tail()}"
-            if self._weights.late():
-                return "a refresh was begun and not ended before its deadline"
+            await asyncio.sleep(min(PROBE_EVERY_S, timeout / 4))
+            await self.gate.wait()
+            if await self.sglang.healthy(timeout / 2):
+                self.heard()
+
+    def heard(self) -> None:
+        """It gave a sign of life, or may be silent now."""
+        self._heard = time.monotonic()
 
     def serve(self, version: int) -> None:
         """Whole weights of `version` are there: let requests in."""
@@ -174,53 +200,34 @@ class EngineHost:
         self._set("waiting_weights")
 
     def _set(self, state: str) -> None:
-        self.state = state
-        if state != "serving":
+        if state not in ("serving", "draining"):
             self.gate.shut()
             self.version = INITIAL_VERSION
+        if self.state != "draining" or state == "dead":
+            self.state = state
         self._changed.set()
+
+    # Leaving ----------------------------------------------------------------------------------------------------------
+
+    async def _drain(self, sender: str, message: Drain) -> Message:
+        self._drain_until = time.monotonic() + message.timeout_s
+        self._draining.set()
+        return Done()
+
+    async def _leave(self) -> None:
+        """Returns once the host was drained."""
+        await self._draining.wait()
+        while self.state == "serving" and not self.gate.is_open and time.monotonic() < self._drain_until:  # noqa: ASYNC110
+            await asyncio.sleep(WATCH_EVERY_S)  # a refresh is under way: its end lets what is in flight go on
+        self._set("draining")
+        await self._generations.drain(self._drain_until, f"{self.name} is draining")
 
     async def _heartbeat(self, coordinator: Client) -> None:
         while True:
+            self._generations.sweep()
             self._changed.clear()
             with contextlib.suppress(WireError):
                 await coordinator.request(self.status(), timeout=2.0, expect=Done)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_EVERY_S):
                     await self._changed.wait()
-
-    # Generation -------------------------------------------------------------------------------------------------------
-
-    async def _generate(self, sender: str, message: Generate) -> Message:
-        arrived = time.monotonic()
-        self._images.put(message.images)
-        found = {digest: message.images.get(digest) or self._images.get(digest) for digest in message.digests}
-        if lacking := [digest for digest, data in found.items() if data is None]:
-            return NeedImages(lacking)
-        body = request_body(message, [found[digest] or b"" for digest in message.digests])
-        try:
-            async with asyncio.timeout(message.deadline_s), self._counted(), self._slots:
-                return await self._sample(body, arrived, message.deadline_s)
-        except TimeoutError:
-            return EngineUnavailable(f"{self.state} and no reply within {message.deadline_s:.1f} s")
-
-    async def _sample(self, body: dict[str, Any], arrived: float, deadline_s: float) -> Generated:
-        """Send until a reply comes: a request that died with its SGLang is sampled anew by the next one."""
-        while True:
-            await self.gate.wait()
-            sent, shut = time.monotonic(), self.gate.shut_seconds()
-            with contextlib.suppress(SglangGone):
-                reply = await self.sglang.generate(body, deadline_s)
-                waited = sent - arrived + self.gate.shut_seconds() - shut
-                generated = read_reply(reply, waited_s=waited, running=self._running)
-                if generated is not None:
-                    return generated
-            await asyncio.sleep(WATCH_EVERY_S)  # until the watch has seen what happened
-
-    @contextlib.asynccontextmanager
-    async def _counted(self) -> Any:
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1

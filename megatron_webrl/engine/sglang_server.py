@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def command(config: RunConfig, device: str, port: int) -> list[str]:
         "weight-version": str(INITIAL_VERSION),
         "skip-tokenizer-init": True,  # token-in, token-out: no detokenizer work
         "disable-overlap-schedule": True,  # or version boundaries are one token off
+        "incremental-streaming-output": True,  # a chunk has what is new, not all so far
         "skip-server-warmup": True,
         "sleep-on-idle": True,
         "log-level": "warning",
@@ -165,17 +166,14 @@ class SglangServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise SglangError(f"SGLang ended with code {self._process.returncode} at its start: {self.log_tail()}")
-            try:
-                async with self._http().get("/health_generate", timeout=aiohttp.ClientTimeout(total=25)) as reply:
-                    if reply.status == 200:
-                        self._workers = [
-                            p
-                            for p in psutil.Process(self._process.pid).children(recursive=True)
-                            if p.name().startswith("sglang::")
-                        ]
-                        return
-            except (aiohttp.ClientError, TimeoutError, psutil.Error):
-                pass
+            if await self.healthy(25.0):
+                with contextlib.suppress(psutil.Error):
+                    self._workers = [
+                        p
+                        for p in psutil.Process(self._process.pid).children(recursive=True)
+                        if p.name().startswith("sglang::")
+                    ]
+                    return
             await asyncio.sleep(0.25)
         raise SglangError(f"SGLang did not serve within {timeout_s:.0f} s (engine.start_timeout_s): {self.log_tail()}")
 
@@ -204,9 +202,30 @@ class SglangServer:
             await self._session.close()
         self._holder.close()
 
-    async def generate(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """/generate.  Raises SglangGone if it went away, SglangError if it refused, TimeoutError."""
-        return await self._post("/generate", body, timeout_s)
+    async def generate(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """/generate with `stream`: its chunks, to the last.  Has no deadline.  Raises SglangGone if it went away, SglangError
+        if it refused."""
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with self._posted("/generate", body, timeout) as reply:
+            pending, done = b"", False
+            async for data in reply.content.iter_any():  # to its end, so that the connection can be used again
+                *events, pending = (pending + data).split(b"\n\n")
+                for event in events:
+                    if event == b"data: [DONE]":
+                        done = True
+                    else:
+                        yield msgspec.json.decode(event.removeprefix(b"data: "), type=dict)
+        if not done:
+            raise SglangGone("/generate: the stream ended before the reply")
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether it generates: a token for us, or any for others."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._http().get("/health_generate", timeout=timeout) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def control(self, path: str, timeout_s: float, **body: Any) -> dict[str, Any]:
         """POST to a control endpoint, whose `success` must not be false.  Raises SglangError (also when too late)."""
@@ -229,17 +248,22 @@ class SglangServer:
         return f"{' | '.join(text.strip().splitlines()[-lines:])} (whole log: {self.log})"
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        async with self._posted(path, body, aiohttp.ClientTimeout(total=timeout_s)) as reply:
+            data = await reply.read()
+            return msgspec.json.decode(data, type=dict) if data.startswith(b"{") else {}
+
+    @contextlib.asynccontextmanager
+    async def _posted(
+        self, path: str, body: Mapping[str, Any], timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, whose status is 200.  Raises TimeoutError too."""
         try:
-            data = msgspec.json.encode(body)
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with self._http().post(path, data=data, headers=_JSON, timeout=timeout) as reply:
-                data = await reply.read()
+            async with self._http().post(path, data=msgspec.json.encode(body), headers=_JSON, timeout=timeout) as reply:
                 if reply.status != 200:
                     kind = SglangGone if reply.status >= 500 else SglangError
-                    raise kind(f"{path} answered {reply.status}: {data[:500].decode(errors='replace')}")
-                if not data.startswith(b"{"):
-                    return {}
-                return msgspec.json.decode(data, type=dict)
+                    said = (await reply.read())[:500].decode(errors="replace")
+                    raise kind(f"{path} answered {reply.status}: {said}")
+                yield reply
         except TimeoutError:
             raise
         except (aiohttp.ClientError, OSError) as error:

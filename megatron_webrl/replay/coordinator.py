@@ -491,6 +491,8 @@ class Coordinator:
     # Engines --------------------------------------------------------------------------------------------------------
 
     async def _list_engines(self, _: str, m: ListEngines) -> Engines:
+        if m.worker:
+            return Engines(self._engines.given(m.worker, self.config.engine.hosts_per_worker))
         return Engines(self._engines.hosts())
 
     async def _engine_status(self, _: str, m: EngineStatus) -> Done:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from hashlib import blake2b
 
 from megatron_webrl.wire.messages import EngineStatus
 
@@ -35,6 +37,23 @@ class EngineRegistry:
                 log.warning("engine host %s is silent for %.0f s", name, now - heard)
         return [status for status, _ in self._heard.values()]
 
+    def given(self, worker: str, count: int) -> list[EngineStatus]:
+        """The hosts that a worker is to generate on."""
+        return share(worker, [h for h in self.hosts() if h.state not in ("draining", "dead")], count)
+
     def behind(self, version: int) -> bool:
         """Whether an engine serves weights older than `version`: its refresh is under way."""
         return any(h.state == "serving" and h.version < version for h in self.hosts())
+
+
+def share(worker: str, hosts: Sequence[EngineStatus], count: int) -> list[EngineStatus]:
+    """`count` of the hosts for this worker, or all if there are fewer; such that serve before others.
+
+    By rendezvous hashing (Thaler and Ravishankar 1998): every worker ranks the hosts by a hash of both names.  A host that
+    comes or goes changes the share of those workers only that have it among their first.
+    """
+
+    def rank(host: EngineStatus) -> tuple[bool, bytes]:
+        return host.state != "serving", blake2b(f"{worker}\0{host.name}".encode(), digest_size=8).digest()
+
+    return sorted(hosts, key=rank)[:count]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -336,6 +337,7 @@ class TrainerLoop:
         def ask(engine: EngineStatus) -> tuple[str, Row] | None:
             client = BlockingClient(engine.address, self._run_id, "probe", keys=self._keys)
             request = Generate(
+                request=uuid.uuid4().hex,
                 prompt_ids=prompt.prompt_ids,
                 digests=[r.digest for r in prompt.refs],
                 images=prompt.images,
@@ -345,6 +347,7 @@ class TrainerLoop:
                 banned_ids=pack(self._processor.banned_ids(), INT32),
                 stop_ids=pack(self._processor.stop_ids(), INT32),
                 deadline_s=PROBE_TIMEOUT_S,
+                wait_s=PROBE_TIMEOUT_S,
             )
             try:
                 reply = client.request(request, timeout=PROBE_TIMEOUT_S + 5, expect=(Generated, NeedImages))

@@ -172,7 +172,10 @@ class Version(Message):
 
 
 class ListEngines(Message):
-    pass
+    """The hosts that `worker` is to generate on: `engine.hosts_per_worker` live ones, mostly the same each time.  Without a
+    worker: all that ever spoke."""
+
+    worker: str = ""
 
 
 class Engines(Message):
@@ -189,7 +192,7 @@ class EngineStatus(Message):
     address: str
     """Where it answers Generate and control."""
     state: str
-    """`starting`, `waiting_weights`, `serving`, `dead`."""
+    """`starting`, `waiting_weights`, `serving`, `draining`, `dead`."""
     version: int
     """Policy version it serves; −1 before the first refresh."""
     incarnation: int
@@ -197,20 +200,27 @@ class EngineStatus(Message):
     ranks: int
     """Processes of its SGLang that join a weight group (its tensor-parallel size)."""
     running: int
+    """Generations that are not finished, those that wait included."""
     starts: int = 0
 
 
-# Worker -> engine host ------------------------------------------------------------------------------------------------
+# Worker -> engine host: Generate, then PollGeneration until it is finished; each may be repeated -----------------------------
 
 
 class Generate(Message):
-    """Token-in, token-out.  `prompt_ids` int32 packed, one image_pad an image.  `images` carries bytes by digest for
-    those the host may lack; it asks for others with NeedImages."""
+    """Token-in, token-out: begin the generation `request`, or attach to it if it is there already.  Answered within
+    `wait_s`, by Generated, Generating, EngineUnavailable, or (nothing has begun) NeedImages."""
 
+    request: str
+    """Chosen by who asks, anew for every generation."""
     prompt_ids: bytes
+    """int32 packed, one image_pad an image."""
     digests: list[str]
+    """One an image_pad."""
     images: dict[str, bytes]
+    """Encoded bytes of those that the host may lack."""
     max_new_tokens: int
+    """Of the whole reply, `prefix_ids` included."""
     temperature: float
     seed: int
     banned_ids: bytes
@@ -219,16 +229,52 @@ class Generate(Message):
     """int32 packed: tokens that end the reply (kept in it)."""
     deadline_s: float
     """Seconds after which the host gives up, counted from arrival; waiting for the engine included."""
+    wait_s: float
+    prefix_ids: bytes = b""
+    """int32 packed: what was sampled of this reply elsewhere; it is continued from there."""
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
 
 
 class NeedImages(Message):
+    """Ask again, with these."""
+
     digests: list[str]
 
 
+class PollGeneration(Message):
+    """What is there of it after the first `have` tokens?  Answered as Generate is.  A generation that nobody asks for is
+    aborted after a while."""
+
+    request: str
+    have: int
+    wait_s: float
+
+
+class CancelGeneration(Message):
+    """It is not wanted any more."""
+
+    request: str
+
+
+class Generating(Message):
+    """Not finished.  Of its tokens, those after `have`; a version is exact or (near a refresh) too old, never too new."""
+
+    response_ids: bytes
+    """int32 [r]."""
+    logprobs: bytes
+    """float32 [r]."""
+    versions: bytes
+    """int32 [r]."""
+    waited_s: float
+    """As in Generated, so far."""
+    running: int
+
+
 class Generated(Message):
+    """The whole reply, but for `prefix_ids`."""
+
     response_ids: bytes
     """int32 [R]."""
     logprobs: bytes
@@ -240,13 +286,32 @@ class Generated(Message):
     waited_s: float
     """Seconds the request waited for the engine to serve (start, restart or refresh), which are not the episode's."""
     running: int
-    """Requests in flight at the host, for routing."""
+    """Generations in flight at the host, for routing."""
 
 
 class EngineUnavailable(Message):
-    """The host could not serve before the deadline: a fault, not the policy's doing."""
+    """The host cannot finish it: its engine died, it drains, the deadline passed, it knows of no such generation.  A fault, not
+    the policy's doing.  With the tokens after `have`, from which another host can go on."""
 
     reason: str
+    response_ids: bytes = b""
+    """int32 [r]."""
+    logprobs: bytes = b""
+    """float32 [r]."""
+    versions: bytes = b""
+    """int32 [r], as in Generating."""
+    waited_s: float = 0.0
+    """As in Generated; what was sampled and lost counts as waited."""
+
+
+# Driver -> engine host ------------------------------------------------------------------------------------------------
+
+
+class Drain(Message):
+    """Begin no generation, finish those in flight, then leave; after `timeout_s` the rest is interrupted, tokens kept.
+    Replied to at once."""
+
+    timeout_s: float
 
 
 # Trainer -> engine host: a refresh is Join (once for a set of members and a stage), then Begin … Load (one a bucket) … End -----
@@ -526,7 +591,7 @@ AnyMessage = (
     | Take | Manifest | FetchGroups | Groups | ListUpcoming | Upcoming | StepTrained | TrainingFinished
     | CheckpointDurable | TrainerStarted | ClaimVersion | Version
     | ListEngines | Engines | EngineStatus
-    | Generate | NeedImages | Generated | EngineUnavailable
+    | Generate | NeedImages | PollGeneration | CancelGeneration | Generating | Generated | EngineUnavailable | Drain
     | JoinWeightGroup | LeaveWeightGroup | BeginRefresh | LoadBucket | GiveUpBroadcast | EndRefresh
     | Checksum | ChecksumValue | LoadFromDisk
     | OpenRendezvous | Rendezvous | StandGroup | SendBucket | DropGroup | WriteStage

@@ -61,8 +61,8 @@ def test_grids_and_pixels_are_the_engines(tiny_model_dir: Path, tmp_path: Path) 
             screenshot(*size).save(file, quality=90)
             files.append(file)
     environment = {**os.environ, "PYTHONPATH": str(STANDIN)}
-    message = Generate(b"", [], {}, 1, 0.0, 0, b"", b"", 1.0)
-    sent = request_body(message, [file.read_bytes() for file in files])["image_data"]
+    message = Generate("", b"", [], {}, 1, 0.0, 0, b"", b"", 1.0, 1.0)
+    sent = request_body(message, [file.read_bytes() for file in files], version=0)["image_data"]
     line = [sys.executable, "-c", BY_SGLANG, str(tiny_model_dir)]
     done = subprocess.run(line, env=environment, input="\n".join(sent), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ def test_command_line_of_a_cpu():
     assert line["--weight-version"] == ["-1"]
     assert line["--max-total-tokens"] == ["512"]
     assert line["--disable-overlap-schedule"] == []
+    assert line["--incremental-streaming-output"] == []
     assert line["--attention-backend"] == ["torch_native"]
 
 
