@@ -147,7 +147,10 @@ class WeightPublisher:
         report = RefreshReport(version)
         async with self._snapshot:
             self._version = None
-            ready = [h for h in await self._list() if _ready(h) and _key(h) not in self._loading]
+            if self._loading:  # one that is just done takes part
+                await asyncio.wait(self._loading.values(), timeout=LOOK_EVERY_S)
+            loading = {key for key, task in self._loading.items() if not task.done()}
+            ready = [h for h in await self._list() if _ready(h) and _key(h) not in loading]
             if self._config.transport == "disk" and ready:
                 await self._export(version)
             for cell, hosts in sorted(self._cells(ready).items()):
