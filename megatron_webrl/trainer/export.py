@@ -146,14 +146,13 @@ def _file_name(place: int, files: int) -> str:
     return "model.safetensors" if files == 1 else f"model-{place + 1:05d}-of-{files:05d}.safetensors"
 
 
-def write_stage(partial: Path, snapshot: Snapshot, version: int) -> None:
-    """This stage's files of an export into `partial`, which is there.  Raises SnapshotError, OSError."""
+def write_stage(partial: Path, snapshot: Snapshot, version: int, *, timeout_s: float = 0.0) -> None:
+    """This stage's files of an export into `partial`, which is there, as the buckets come.  Raises SnapshotError, OSError."""
     files = _files(snapshot.plan)
     for place, indices in enumerate(files):
         if snapshot.plan[indices[0]].stage == snapshot.stage:
-            tensors = {
-                name: tensor for i in indices for name, tensor in snapshot.plan[i].views(snapshot.get(i, version))
-            }
+            whole = {i: snapshot.get(i, version, timeout_s=timeout_s) for i in indices}
+            tensors = {name: tensor for i in indices for name, tensor in snapshot.plan[i].views(whole[i])}
             save_file(tensors, partial / _file_name(place, len(files)), metadata={"format": "pt"})
 
 

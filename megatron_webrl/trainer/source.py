@@ -160,7 +160,10 @@ class WeightSource:
         return Done()
 
     async def _write(self, sender: str, message: WriteStage) -> Message:
-        await in_thread(lambda: write_stage(Path(message.partial), self._snapshot, message.version), message.timeout_s)
+        def write() -> None:
+            write_stage(Path(message.partial), self._snapshot, message.version, timeout_s=message.timeout_s)
+
+        await in_thread(write, message.timeout_s)
         return Done()
 
 

@@ -159,25 +159,21 @@ def test_both_are_refreshed_and_verified(fleet, policies, refresher):
             assert fleet.check(flight.result(60), {3: policies[0]}, named(screenshot(1))) == {3}
 
 
-def test_a_changed_bit_is_found(fleet, policies, refresher):
+def test_a_changed_bit_is_found(fleet, policies, refresher, monkeypatch):
     """A broadcast that does not deliver what was exported ends the run, with the engines' names."""
     from megatron_webrl.trainer.refresh import RefreshError
+    from megatron_webrl.trainer.source import _WeightGroup
 
     publisher = refresher(verify_every=1)
-    snapshot = publisher.snapshots[0]
-    get = snapshot.get
+    broadcast = _WeightGroup.broadcast
 
-    def flipped(index: int, version: int, *, timeout_s: float = 0.0) -> Any:
-        flat = get(index, version, timeout_s=timeout_s)
-        if index == 1 and timeout_s:  # a broadcast waits, the writer of the export does not
-            flat = flat.clone()
-            flat[100] ^= 1
-        return flat
+    def flipped(group: Any, flat: Any) -> None:
+        flat = flat.clone()
+        flat[100] ^= 1
+        broadcast(group, flat)
 
-    snapshot.get = flipped  # type: ignore[method-assign]
-    with pytest.raises(
-        RefreshError, match=r"version 4 the weights of b .*not those|version 4 the weights of a, b .*not those"
-    ):
+    monkeypatch.setattr(_WeightGroup, "broadcast", flipped)
+    with pytest.raises(RefreshError, match=r"version 4 the weights of a, b are not those"):
         publisher.publish(4, policies[1].tensors)
 
 

@@ -155,7 +155,11 @@ def test_tokens_of_a_stream_are_never_counted_as_newer_than_they_are():
         sampled.add(chunk(ids, version))
         seen.append(list(sampled.versions))
     assert seen == [[6], [6, 6, 6], [6, 6, 6, 7], [6, 6, 6, 7, 8]]
-    assert (sampled.ids, sampled.logprobs, sampled.finish_reason) == ([4, 3, 3, 3, 5], [-1, -0.75, -0.75, -0.75, -1.25], "")
+    assert (sampled.ids, sampled.logprobs, sampled.finish_reason) == (
+        [4, 3, 3, 3, 5],
+        [-1, -0.75, -0.75, -0.75, -1.25],
+        "",
+    )
     spans = [{"version": "6", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 6}]
     sampled.add(chunk([2], 8, "stop", weight_versions=spans))
     assert (sampled.versions, sampled.finish_reason) == ([6, 6, 8, 8, 8, 8], "stop")
