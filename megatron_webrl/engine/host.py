@@ -191,6 +191,7 @@ class EngineHost:
 
     def serve(self, version: int) -> None:
         """Whole weights of `version` are there: let requests in."""
+        self.heard()
         self.version = version
         self._set("serving")
         self.gate.open()

@@ -294,7 +294,8 @@ def test_in_place(fleet, policies, refresher):
         flights = fleet.begin(client, 3, images)
         fleet.until(lambda: fleet.statuses["p"].running >= 3, 30, "in flight")
         time.sleep(0.7)
-        publisher.publish(21, policies[1].tensors)
+        report = publisher.publish(21, policies[1].tensors)
+        assert (report.hosts, report.from_disk) == (["p"], [])
         after = fleet.begin(short, 3, images)
         for flight in after:
             assert fleet.check(flight.result(100), {21: policies[1]}, images) == {21}
