@@ -40,11 +40,11 @@ REPLY_S = 2.0
 """How much later an answer counts as lost, and is asked for again."""
 SILENT_S = 10.0
 """A host that is silent for so long is left, or earlier if the coordinator misses it too."""
-_LIST_S = 1.0
+LIST_S = 1.0
 """How often routes are asked for."""
-_AVOID_S = 1.0
+AVOID_S = 1.0
 """A host that just failed a request is asked again after so many seconds, if there is another."""
-_HOMES = 4096
+HOMES = 4096
 """Episodes whose host is remembered."""
 
 
@@ -112,7 +112,7 @@ class GenerationClient:
         self._homes: OrderedDict[Hashable, str] = OrderedDict()
         """Address of the host that served an episode last."""
         self._random = Random(coordinator.name)
-        self._listed_at = -_LIST_S
+        self._listed_at = -LIST_S
         self._listing = asyncio.Lock()
         self._cancelling: set[asyncio.Task[None]] = set()
 
@@ -186,7 +186,7 @@ class GenerationClient:
                     reply.ids, reply.logprobs, reply.versions, finish, reply.waited_s, route.others + route.ours
                 )
             reason = f"{route.status.name}: {answer}"
-            route.avoid_until = time.monotonic() + _AVOID_S
+            route.avoid_until = time.monotonic() + AVOID_S
             await asyncio.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
         raise EngineUnreachable(f"no engine served the request within {time.monotonic() - began:.1f} s: {reason}")
 
@@ -225,15 +225,15 @@ class GenerationClient:
     def _remember(self, affinity: Hashable, route: _Route) -> None:
         self._homes[affinity] = route.status.address
         self._homes.move_to_end(affinity)
-        while len(self._homes) > _HOMES:
+        while len(self._homes) > HOMES:
             self._homes.popitem(last=False)
 
     async def _list(self, timeout: float) -> None:
         """Ask the coordinator for the hosts, at most once a second for all callers together."""
-        if time.monotonic() - self._listed_at < _LIST_S:
+        if time.monotonic() - self._listed_at < LIST_S:
             return
         async with self._listing:
-            if time.monotonic() - self._listed_at < _LIST_S:
+            if time.monotonic() - self._listed_at < LIST_S:
                 return
             with contextlib.suppress(RequestTimeout, RequestFailed):  # the known routes stay good meanwhile
                 reply = await self._coordinator.request(
