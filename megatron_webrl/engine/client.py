@@ -315,6 +315,8 @@ class GenerationClient:
         """Tell the host that the generation is not wanted any more, without waiting for it."""
 
         async def tell() -> None:
+            if self._routes.get(route.status.address) is not route:
+                return  # its socket is closed
             with contextlib.suppress(WireError):
                 await route.client.request(CancelGeneration(request), timeout=REPLY_S, expect=Done)
 

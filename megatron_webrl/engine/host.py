@@ -168,10 +168,8 @@ class EngineHost:
                     return f"a process of it died: {self.sglang.log_tail()}"
                 if self._weights.late():
                     return "a refresh was begun and not ended before its deadline"
-                if not self.gate.is_open:
-                    self.heard()
                 silent_s = time.monotonic() - self._heard
-                if silent_s > self._config.engine.health_timeout_s:
+                if self.gate.is_open and silent_s > self._config.engine.health_timeout_s:
                     return f"it gave no sign of life for {silent_s:.0f} s (engine.health_timeout_s)"
         finally:
             probing.cancel()
@@ -186,7 +184,7 @@ class EngineHost:
                 self.heard()
 
     def heard(self) -> None:
-        """It gave a sign of life, or may be silent now."""
+        """It gave a sign of life, or is asked for one from now on."""
         self._heard = time.monotonic()
 
     def serve(self, version: int) -> None:
@@ -194,6 +192,7 @@ class EngineHost:
         self.heard()
         self.version = version
         self._set("serving")
+        self.heard()
         self.gate.open()
 
     def wait_for_weights(self) -> None:

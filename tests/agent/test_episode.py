@@ -128,7 +128,7 @@ async def test_two_screenshots_in_the_window(miniwob: MiniWob, processor: Proces
 
 
 async def test_the_assignment_says_how_replies_are_sampled(processor: Processor, config: RunConfig) -> None:
-    """Temperature, top_p and top_k: those of its lane."""
+    """Temperature, top_p and top_k: those of its lane; its requests are named by its key, so that one engine serves them."""
     asked: list[dict[str, Any]] = []
 
     class Watching(ScriptedPolicy):
@@ -141,6 +141,7 @@ async def test_the_assignment_says_how_replies_are_sampled(processor: Processor,
     for one in (train, evaluation):
         await run_episode(one, FakeEpisode(blank()), Watching(processor, [MISS]), processor, config)
     assert [(o["temperature"], o["top_p"], o["top_k"]) for o in asked] == [(1.0, 1.0, 0), (0.6, 0.9, 20)]
+    assert {o["affinity"] for o in asked} == {train.key}
 
 
 async def test_a_prompt_too_long_ends_before_the_call(

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from below import processes_below
+from fake_generations import FakeGenerations
 
 from megatron_webrl.agent import BrowserWorker, format_call
 from megatron_webrl.config import RunConfig
@@ -68,7 +69,7 @@ class FakeRun:
                 ListEngines: self._engines,
             },
             "store": {ClaimImages: self._claim, PutImages: self._put},
-            "engine": {Generate: self._generate},
+            "engine": FakeGenerations(self._generate).handlers(),
         }
         self._servers = {name: Server(f"ipc://{folder}/{name}", "run", handlers) for name, handlers in kinds.items()}
 
@@ -109,7 +110,7 @@ class FakeRun:
         self.images |= m.images
         return Done()
 
-    async def _generate(self, _: str, m: Generate) -> Message:
+    async def _generate(self, m: Generate) -> Message:
         self.generating += 1
         await asyncio.sleep(self.generate_s)
         self.generating -= 1

@@ -156,6 +156,19 @@ async def test_one_that_gives_no_sign_of_life_is_restarted(run):
     assert 0.5 < time.monotonic() - began < 2.0
 
 
+async def test_silence_counts_from_when_it_serves(tmp_path, monkeypatch):
+    """Also if it serves before the watch first looked."""
+    run = FakeRun(tmp_path, monkeypatch)
+    monkeypatch.setattr(host_module, "WATCH_EVERY_S", 0.5)
+    try:
+        await run.start()
+        await run.serve()
+        await asyncio.sleep(0.8)
+        assert run.sglang.starts == 1
+    finally:
+        await run.close()
+
+
 async def test_tokens_are_signs_of_life(run):
     await run.serve()
     await run.begin("r")
