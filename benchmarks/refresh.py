@@ -253,6 +253,7 @@ def measure(case: str, fleet: Fleet, raw: RawBroadcast, rounds: int) -> list[dic
         sizes = [bucket.nbytes for bucket in part._trainer.plan]
         for _ in range(rounds + 1):
             bare.append(raw.seconds(sizes))
+            part.reserve()
             began = time.monotonic()
             part.publish(time.monotonic_ns() // 1_000_000)
             done = part.wait()
@@ -309,6 +310,7 @@ def tokens_lost(case: str, fleet: Fleet, seconds: float, blocks: int = 2) -> lis
     with publishing(fleet, 64 << 20, "broadcast") as (part, _):
 
         def refresh() -> None:
+            part.reserve()
             part.publish(time.monotonic_ns() // 1_000_000)
             part.wait()
 

@@ -289,7 +289,7 @@ class TrainerLoop:
         """Claim a version for the weights, copy them out and begin to send them.  Returns what the refresh before took, which
         is over by then."""
         metrics = {}
-        if (report := self._publishing.wait()) is not None:
+        if (report := self._publishing.reserve()) is not None:
             metrics = {
                 "time/refresh_s": report.pause_s,
                 "refresh/engines": float(len(report.hosts)),

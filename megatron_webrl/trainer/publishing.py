@@ -79,8 +79,16 @@ class Publishing:
             self._publisher = self._thread.submit(make()).result(CLOSE_S)
             self._joiners = self._thread.submit(self._publisher.load_joiners())
 
+    def reserve(self) -> RefreshReport | None:
+        """Before `publish`, on rank 0 before the others may begin it: wait until nothing travels any more and nobody reads the
+        snapshots.  Returns the report of what travelled since the last call.  Raises what went wrong."""
+        report = self.wait()
+        if self._publisher is not None:
+            self._thread.submit(self._publisher.reserve()).result()
+        return report
+
     def publish(self, version: int) -> None:
-        """Copy the weights out, and let them travel as they come.  The refresh before must be over: see `wait`."""
+        """Copy the weights out, and let them travel as they come.  Rank 0 must have called `reserve`."""
         self._version = version
         if self._publisher is not None:
             self._job = self._thread.submit(self._publish(version))

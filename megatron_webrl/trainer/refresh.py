@@ -138,28 +138,37 @@ class WeightPublisher:
 
     # What the trainer calls
 
+    async def reserve(self) -> None:
+        """Wait until nobody reads the snapshots: they may be filled from now on, and `publish` must follow."""
+        await self._snapshot.acquire()
+        self._version = None
+
     async def publish(self, version: int) -> RefreshReport:
-        """Refresh every ready engine to `version`, whose snapshots are whole now or are being filled.
+        """Refresh every ready engine to `version`, which is being filled into the snapshots since `reserve`, or is whole.
 
         Raises RefreshError if an engine proves to hold other weights afterwards, WireError if the coordinator is gone.
         """
+        try:
+            return await self._publish(version)
+        finally:
+            self._snapshot.release()
+
+    async def _publish(self, version: int) -> RefreshReport:
         began = time.monotonic()
         report = RefreshReport(version)
-        async with self._snapshot:
-            self._version = None
-            if self._loading:  # one that is just done takes part
-                await asyncio.wait(self._loading.values(), timeout=LOOK_EVERY_S)
-            loading = {key for key, task in self._loading.items() if not task.done()}
-            ready = [h for h in await self._list() if _ready(h) and _key(h) not in loading]
-            if self._config.transport == "disk" and ready:
-                await self._export(version)
-            for cell, hosts in sorted(self._cells(ready).items()):
-                await self._refresh_cell(cell, hosts, version, report)
-            self._version = version
-            self._refreshes += bool(report.engines)
-            report.seconds = time.monotonic() - began
-            if report.engines and self._due():
-                report.verified = await self._verify(version, report.engines)
+        if self._loading:  # one that is just done takes part
+            await asyncio.wait(self._loading.values(), timeout=LOOK_EVERY_S)
+        loading = {key for key, task in self._loading.items() if not task.done()}
+        ready = [h for h in await self._list() if _ready(h) and _key(h) not in loading]
+        if self._config.transport == "disk" and ready:
+            await self._export(version)
+        for cell, hosts in sorted(self._cells(ready).items()):
+            await self._refresh_cell(cell, hosts, version, report)
+        self._version = version
+        self._refreshes += bool(report.engines)
+        report.seconds = time.monotonic() - began
+        if report.engines and self._due():
+            report.verified = await self._verify(version, report.engines)
         return report
 
     def _due(self) -> bool:

@@ -63,6 +63,7 @@ class Refresher:
 
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Any:
         """Start to publish; returns a future.  The snapshots are filled while the first bucket is asked for."""
+        self.thread.submit(self.publisher.reserve()).result(120)
         for snapshot in self.snapshots:
             snapshot.begin(version)
         job = self.thread.submit(self.publisher.publish(version))

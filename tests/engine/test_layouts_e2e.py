@@ -105,6 +105,8 @@ def publish_and_compare(
             if refresh:
                 trainer.train_step([10, 11], recorded.fetch_groups, recorded.fetch_images, version=3)
             version = 100 * ranks + refresh
+            publishing.reserve()
+            trainer.layout.barrier()
             publishing.publish(version)
             report = publishing.wait()
             replies = trainer.layout.gather(asyncio.run(asked(trainer, address, run_id)) if rank == 0 else None)[0]
