@@ -264,16 +264,16 @@ class GenerationClient:
         """Generate on one host.  Returns the end, or why there is none; what was sampled and told is added to the reply."""
         request.deadline_s = deadline - time.monotonic()
         message: Generate | PollGeneration = request
-        have, heard, waited_s = 0, time.monotonic(), 0.0
+        have, heard, waited_s, wait_s = 0, time.monotonic(), 0.0, POLL_S
         answer: Message | None = None
         route.ours += 1
         try:
             while (left := deadline - time.monotonic()) > 0:
-                message.wait_s = min(POLL_S, left)
+                message.wait_s = min(wait_s, left)
                 try:
                     answer = await route.client.request(
                         message,
-                        timeout=min(POLL_S + REPLY_S, left + 1.0),
+                        timeout=min(wait_s + REPLY_S, left + 1.0),
                         expect=(Generating, Generated, EngineUnavailable, NeedImages),
                     )
                 except RequestTimeout as error:  # the message or its answer may be lost, or the host
@@ -281,11 +281,12 @@ class GenerationClient:
                     missed = not route.listed or route.status.state == "dead"
                     if missed or time.monotonic() - heard > SILENT_S:
                         return str(error)
+                    wait_s = 0.0  # it is to answer at once, if it is there
                     continue
                 if isinstance(answer, NeedImages):
                     return answer
                 assert isinstance(answer, Generating | Generated | EngineUnavailable)
-                heard, waited_s = time.monotonic(), answer.waited_s
+                heard, waited_s, wait_s = time.monotonic(), answer.waited_s, POLL_S
                 if isinstance(answer, EngineUnavailable):
                     reply.add(answer)
                     return answer.reason

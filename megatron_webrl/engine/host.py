@@ -192,7 +192,6 @@ class EngineHost:
         self.heard()
         self.version = version
         self._set("serving")
-        self.heard()
         self.gate.open()
 
     def wait_for_weights(self) -> None:
