@@ -38,6 +38,7 @@ from benchmarks._table import report, row
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineHost, GenerationClient
 from megatron_webrl.engine.generation import request_body
+from megatron_webrl.engine.sglang_server import KEEP_ALIVE_S
 from megatron_webrl.processes import reap
 from megatron_webrl.processor import Processor
 from megatron_webrl.tiny_model import make_tiny_model
@@ -156,7 +157,9 @@ async def engine(directory: Path) -> AsyncIterator[tuple[Processor, dict[str, As
     asker = Client(coordinator.server.address, RUN, "worker-0", keys=keys)
     banned = np.concatenate([processor.banned_ids(), [processor.end_token_id]])
     client = GenerationClient(asker, config.sampling, banned, [], TIMEOUT_S, keys=keys)
-    http = aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0))
+    http = aiohttp.ClientSession(
+        f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    )
 
     async def ours(slot: int, prompt: list[int], images: dict[str, bytes]) -> int:
         reply = await client.generate(prompt, images, seed=1, temperature=1.0, timeout_s=TIMEOUT_S, affinity=slot)

@@ -31,7 +31,8 @@ STANDIN = Path(__file__).parent / "standin"
 INITIAL_VERSION = -1
 """Version tag of weights that the trainer did not publish."""
 
-
+KEEP_ALIVE_S = 2.0
+"""SGLang closes a connection that was idle for 5 s; one that we send on at that moment would look like its death."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -271,7 +272,8 @@ class SglangServer:
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(
-                f"http://{LOOPBACK}:{self.port}", connector=aiohttp.TCPConnector(limit=0), trust_env=False
+                f"http://{LOOPBACK}:{self.port}", connector=connector, trust_env=False
             )
         return self._session

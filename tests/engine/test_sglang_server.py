@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config import RunConfig
-from megatron_webrl.engine import check_port
+from megatron_webrl.engine import check_port, sglang_server
 from megatron_webrl.engine.sglang_server import STANDIN, SglangServer, command, environment
 from megatron_webrl.errors import UserError
 
@@ -111,3 +112,33 @@ async def test_ports_count_up(tmp_path: Path):
     server = SglangServer(config(port=port - 1), index=1, device="cpu", mark="m", log=tmp_path / "log")
     assert server.port == port
     await server.close()
+
+
+async def test_a_connection_that_sglang_is_about_to_close_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that was idle for long is made anew: what is sent as it is closed would look like the death of SGLang."""
+    monkeypatch.setattr(sglang_server, "KEEP_ALIVE_S", 0.3)
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    server = SglangServer(config(), index=0, device="cpu", mark="m", log=tmp_path / "log")
+    fake = await asyncio.start_server(answer, "127.0.0.1", server.port, reuse_address=True)
+    try:
+        for _ in range(2):
+            await server.control("/flush_cache", 5.0)
+        assert connections == 1
+        await asyncio.sleep(0.5)
+        await server.control("/flush_cache", 5.0)
+        assert connections == 2
+    finally:
+        await server.close()
+        fake.close()

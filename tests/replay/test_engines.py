@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_system import System, configure
+from replay_system import Start
 
 from megatron_webrl.replay import engines
 from megatron_webrl.replay.engines import EngineRegistry, share
@@ -68,14 +66,11 @@ def test_those_that_leave_or_are_gone_are_nobodys(monkeypatch: pytest.MonkeyPatc
     assert registry.given("w", 4) == []
 
 
-async def test_the_coordinator_gives_a_worker_its_share_and_the_trainer_all(tmp_path: Path) -> None:
+async def test_the_coordinator_gives_a_worker_its_share_and_the_trainer_all(start: Start) -> None:
     """engine.hosts_per_worker of those that live."""
-    system = System(configure(tmp_path, engine={"hosts_per_worker": 3}), tmp_path)
-    try:
-        for status in (*FLEET[:5], host("leaving", "draining")):
-            await system.ask(status, Done)
-        share_ = (await system.ask(ListEngines("w"), Engines)).hosts
-        assert names(share_) == names(share("w", FLEET[:5], 3))
-        assert len((await system.ask(ListEngines(), Engines)).hosts) == 6
-    finally:
-        await system.close()
+    system = start(engine={"hosts_per_worker": 3})
+    for status in (*FLEET[:5], host("leaving", "draining")):
+        await system.ask(status, Done)
+    given_ = (await system.ask(ListEngines("w"), Engines)).hosts
+    assert names(given_) == names(share("w", FLEET[:5], 3))
+    assert len((await system.ask(ListEngines(), Engines)).hosts) == 6
