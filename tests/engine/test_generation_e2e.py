@@ -190,7 +190,9 @@ def test_a_silent_sglang_is_replaced(generation: Generation, long: GenerationCli
     finally:
         settings.health_timeout_s = before
     assert 3 < time.monotonic() - began < 10
-    assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+    generation.engine.until(
+        lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, 10, "the stopped one is killed"
+    )
     second = generation.publish(1)
     reply = flight.result(200)
     generation.check(reply, {first: generation.policies[0], second: generation.policies[1]})
