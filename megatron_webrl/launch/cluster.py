@@ -88,8 +88,10 @@ class Role:
         gpus: tuple[str, ...],
         restarts: int,
         errors_are_final: bool,
+        may_end: bool,
     ) -> None:
         self.name = name
+        self.may_end = may_end
         self.function = function
         self.arguments = arguments
         self.gpus = gpus
@@ -164,10 +166,11 @@ class Cluster:
         gpus: tuple[str, ...] = (),
         restarts: int = 0,
         errors_are_final: bool = False,
+        may_end: bool = False,
     ) -> None:
         """Start a role.  gpus: all that it sees; restarts: how often it may be started again when its process dies;
-        errors_are_final: only if it was killed, since an error that it raises would come again."""
-        role = Role(name, function, arguments, gpus, restarts, errors_are_final)
+        errors_are_final: only if it was killed, since an error that it raises would come again; may_end: by itself."""
+        role = Role(name, function, arguments, gpus, restarts, errors_are_final, may_end)
         self.roles[name] = role
         self._launch(role)
 
@@ -182,8 +185,11 @@ class Cluster:
         role.result = role.actor.run.remote(role.function, role.arguments)
 
     def check(self, *, may_end: tuple[str, ...] = ()) -> list[str]:
-        """Look at every role once; restart what died and may be restarted.  Returns the names of those that ended
-        without error among `may_end`.  Raises RoleDied; UserError if that is what a role raised, whichever died first."""
+        """Look at every role once; restart what died and may be restarted.
+
+        Returns the names of those that ended without error, which only `may_end` and roles started so may.  Raises RoleDied;
+        UserError if that is what a role raised, whichever died first.
+        """
         import ray
 
         finished = self._finished(0)
@@ -196,7 +202,7 @@ class Cluster:
         for role, death in finished:
             if death is None:
                 role.result = None
-                if not role.name.startswith(may_end):
+                if not role.may_end and not role.name.startswith(may_end):
                     raise RoleDied(f"{role.name} ended too early (log: {self.log_dir / role.name}.log)")
                 ended.append(role.name)
                 continue

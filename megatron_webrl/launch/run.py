@@ -283,7 +283,13 @@ def _started(
                 }
                 restarts = config.engine.max_restarts  # it restarts its SGLang itself, as often
                 cluster.start(
-                    role.name, roles.engine, arguments, gpus=role.gpus, restarts=restarts, errors_are_final=True
+                    role.name,
+                    roles.engine,
+                    arguments,
+                    gpus=role.gpus,
+                    restarts=restarts,
+                    errors_are_final=True,
+                    may_end=True,  # it was drained
                 )
             elif kind == "worker":
                 arguments = {**common, **where, "name": role.name}

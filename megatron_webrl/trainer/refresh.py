@@ -26,7 +26,7 @@ from typing import TypeVar
 from megatron_webrl.config import RefreshConfig
 from megatron_webrl.trainer.export import Bucket, begin_directory, complete_directory
 from megatron_webrl.trainer.source import in_thread
-from megatron_webrl.wire import Client, Keys, Message, RequestFailed, WireError
+from megatron_webrl.wire import Client, Keys, Message, RequestFailed, RequestTimeout, WireError
 from megatron_webrl.wire.messages import (
     BeginRefresh,
     Checksum,
@@ -135,6 +135,10 @@ class WeightPublisher:
         self._groups: dict[int, _Groups] = {}
         """By cell."""
         self._groups_made = self._refreshes = 0
+        self._seen: dict[str, EngineStatus] = {}
+        """By the coordinator, when it was last asked about a host that does not answer."""
+        self._looked_at = 0.0
+        self._looking = asyncio.Lock()
 
     # What the trainer calls
 
@@ -243,10 +247,36 @@ class WeightPublisher:
     async def _ask(self, host: EngineStatus, message: Message, timeout_s: float) -> str:
         """Empty, or what failed."""
         try:
-            await self._engine(host).request(message, timeout=timeout_s + REPLY_GRACE_S, expect=Done)
+            await self._request(host, message, timeout_s, Done)
             return ""
         except WireError as error:
             return str(error)
+
+    async def _request(
+        self, host: EngineStatus, message: Message, timeout_s: float, expect: type[Expected]
+    ) -> Expected:
+        """The reply of an engine host.  Raises WireError, also as soon as its process is gone, which it does not say itself."""
+        asked = asyncio.ensure_future(
+            self._engine(host).request(message, timeout=timeout_s + REPLY_GRACE_S, expect=expect)
+        )
+        try:
+            while not (await asyncio.wait({asked}, timeout=LOOK_EVERY_S))[0]:
+                if await self._gone(host):
+                    raise RequestTimeout(f"{type(message).__name__}: the host {host.name} is gone")
+            return asked.result()
+        finally:
+            asked.cancel()
+
+    async def _gone(self, host: EngineStatus) -> bool:
+        """Whether its process ended, or another took its place."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+                with contextlib.suppress(WireError):  # what was heard stays good
+                    reply = await self._coordinator.request(ListEngines(), timeout=2.0, expect=Engines)
+                    self._seen = {h.name: h for h in reply.hosts}
+                self._looked_at = time.monotonic()
+        now = self._seen.get(host.name)
+        return now is not None and (now.state == "dead" or _process(now) != _process(host))
 
     def _engine(self, host: EngineStatus) -> Client:
         client = self._engines.get(host.address)
@@ -443,9 +473,7 @@ class WeightPublisher:
                 return
             path = await self._export(version)
         try:
-            await self._engine(host).request(
-                LoadFromDisk(str(path), version, self._timeout_s), timeout=self._timeout_s + REPLY_GRACE_S, expect=Done
-            )
+            await self._request(host, LoadFromDisk(str(path), version, self._timeout_s), self._timeout_s, Done)
             self._holds[_key(host)] = version
             self._refused.pop(host.name, None)
             log.info("%s loaded version %d from disk", host.name, version)
@@ -488,9 +516,7 @@ class WeightPublisher:
 
     async def _checksum(self, host: EngineStatus) -> ChecksumValue | None:
         try:
-            return await self._engine(host).request(
-                Checksum(self._timeout_s), timeout=self._timeout_s + REPLY_GRACE_S, expect=ChecksumValue
-            )
+            return await self._request(host, Checksum(self._timeout_s), self._timeout_s, ChecksumValue)
         except WireError as error:
             log.warning("checksum of %s: %s", host.name, error)
             return None
@@ -508,6 +534,11 @@ class _Groups:
 
 def _key(host: EngineStatus) -> Key:
     return host.name, host.incarnation
+
+
+def _process(host: EngineStatus) -> tuple[str, int]:
+    """Names the host's own process: it counts its SGLang's incarnations from one base."""
+    return host.address, host.incarnation - host.starts
 
 
 def _ready(host: EngineStatus) -> bool:

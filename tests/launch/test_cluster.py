@@ -34,6 +34,10 @@ async def closes(file: Path) -> None:
         file.write_text("closed")
 
 
+def leaves() -> None:
+    """Ends by itself."""
+
+
 def fails() -> None:
     raise ValueError("no such thing")
 
@@ -72,6 +76,13 @@ def test_roles_are_restarted_ended_and_leave_nothing(tmp_path: Path) -> None:
         wait_for((tmp_path / "closed.began").exists)
         cluster.stop("store")
         assert (tmp_path / "closed").read_text() == "closed", "an asyncio role is cancelled, not killed"
+
+        cluster.start("engine-0", leaves, {}, may_end=True)
+        wait_for(lambda: cluster.check() == ["engine-0"])
+        cluster.start("store", leaves, {})
+        with pytest.raises(RoleDied, match="store ended too early"):
+            wait_for(cluster.check)
+        del cluster.roles["store"]
 
         cluster.start("trainer-0", fails, {})
         with pytest.raises(RoleDied, match=r"trainer-0 died: .*no such thing.*trainer-0\.log"):

@@ -215,6 +215,27 @@ async def test_others_are_told_of_a_lost_broadcast_at_once(system, make):
     assert system.order(DropGroup), "our side of the broadcast is ended"
 
 
+@pytest.mark.parametrize("step", [BeginRefresh, LoadBucket])
+async def test_a_host_whose_process_is_gone_is_not_waited_for(system, make, step):
+    """It does not answer; as soon as the coordinator misses it, or hears of its successor, the others go on."""
+    good, gone = [await system.add(name) for name in "ab"]
+    publisher = make(timeout_s=60.0)
+    silent = asyncio.Event()
+
+    async def never(message: Message) -> bool:
+        if isinstance(message, step | LoadFromDisk):
+            old = gone.status
+            gone.status = EngineStatus("b", old.address, "starting", -1, old.incarnation + 1000, 1, 0, 1)
+            await silent.wait()
+        return False
+
+    gone.refuse = never
+    async with asyncio.timeout(10):
+        report = await publish(publisher, 1)
+    assert (report.hosts, report.failed, good.status.version) == (["a"], ["b"], 1)
+    silent.set()
+
+
 async def test_one_that_does_not_come_to_the_rendezvous_is_left_out(system, make, monkeypatch):
     """The others are refreshed by broadcast; nobody was paused for it."""
     monkeypatch.setattr("megatron_webrl.trainer.refresh.REJOIN_AFTER_S", 0.01)
