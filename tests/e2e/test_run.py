@@ -156,6 +156,7 @@ def test_ctrl_c_ends_everything_and_eval_runs_without_a_trainer(demo_run: Demo, 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # it is ignored in a shell's background
     )
     wait_for(lambda: (run_dir / "logs" / "engine-0-sglang.log").exists(), 120, "SGLang")
     driver.send_signal(signal.SIGINT)
