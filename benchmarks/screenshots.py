@@ -89,13 +89,14 @@ def photos() -> Pages:
 
 async def miniwob() -> Pages:
     """Each trajectory a task of its own: the page, and again after each of nine clicks at random."""
-    from megatron_webrl.config import BrowserConfig
+    from megatron_webrl.config import validate
     from megatron_webrl.tasks import MiniWob
     from megatron_webrl.tasks.miniwob import ORACLES
     from megatron_webrl.trajectory import Task
 
     rng = random.Random(0)
-    environment = MiniWob(BrowserConfig(slots=1))
+    config = {"model": {"path": "unused"}, "tasks": {"names": sorted(ORACLES)}, "browser": {"slots": 1}}
+    environment = MiniWob(validate(config, "benchmark"))
     pages = []
     try:
         for number in range(TRAJECTORIES):

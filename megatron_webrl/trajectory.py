@@ -68,6 +68,8 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     """Most steps of an episode."""
     difficulty: int = 1
     """1 (easy) to 15."""
+    data: str = ""
+    """What the environment needs beside, JSON: a row of a task file."""
 
 
 AttemptKey = tuple[int, int, int]
@@ -133,6 +135,8 @@ class Step(msgspec.Struct, gc=False):
     """Parsed arguments of the tool call; None if the reply was malformed."""
     error: str = ""
     """What the agent is told went wrong (malformed reply, failed action); empty if nothing."""
+    notes: list[str] = []
+    """What else the agent is told that its action brought about: a dialog, a new tab, a refused download or request."""
     url: str = ""
     title: str = ""
     changed: bool = False
@@ -166,6 +170,8 @@ class Trajectory(msgspec.Struct, gc=False):
     finished_at: float
     payload: bytes
     """`encode_steps(steps)`."""
+    verdict: str = ""
+    """What the judge said, in words; empty where none was asked."""
 
 
 class Group(msgspec.Struct, gc=False):

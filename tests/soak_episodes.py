@@ -38,6 +38,8 @@ class _NoProcessor:
 class _NoEnvironment:
     """Stands in for the browser."""
 
+    judge = None
+
     def __init__(self, *_: Any) -> None:
         pass
 
@@ -52,7 +54,7 @@ def scripted_worker(config: RunConfig, *, seed: int, **arguments: Any) -> worker
     """A real worker whose episodes are scripted.  seed: of their lengths, outcomes and screenshots."""
     hand = random.Random(f"{seed}/{time.time_ns()}")
     worker.find_chromium = lambda executable: None  # type: ignore[assignment]
-    worker.MiniWob = _NoEnvironment  # type: ignore[misc,assignment]
+    worker.make_environment = _NoEnvironment  # type: ignore[assignment]
     worker.Processor.load = staticmethod(lambda *_: _NoProcessor())  # type: ignore[method-assign,assignment]
     role = worker.BrowserWorker(config, **arguments)
 

@@ -48,7 +48,7 @@ async def collect_samples(
     """What the scripts would do for each task, without acting: needs a browser, but no model and no tokenizer.
     Raises UserError for a task that has no script."""
     check_scripts(tasks)
-    environment = MiniWob(config.browser)
+    environment = MiniWob(config)
 
     async def sample(task: Task) -> Sample | None:
         for _ in range(ATTEMPTS):
@@ -88,7 +88,7 @@ async def demonstrate(
     """Run the script of each task; trajectories of those that succeed, in the order of `tasks`, and their screenshots
     by digest.  Raises UserError for a task that has no script."""
     check_scripts(tasks)
-    environment = MiniWob(config.browser)
+    environment = MiniWob(config)
 
     async def run(numbered: tuple[int, Task]) -> tuple[Trajectory, dict[str, bytes]] | None:
         number, task = numbered
@@ -139,6 +139,7 @@ class _Demonstration:
         self._step = step
         self._policy: ScriptedPolicy | None = None
         self.act, self.observe, self.close = episode.act, episode.observe, episode.close
+        self.conclude = episode.conclude
 
     async def reset(self) -> Observation:
         observation = await self._episode.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineUnreachable
 from megatron_webrl.processor import Processor
 from megatron_webrl.screenshots import image_size
-from megatron_webrl.tasks import Episode, Observation
+from megatron_webrl.tasks import Episode, Evidence, Judge, Observation, PageState, Ruling
 from megatron_webrl.trajectory import (
     INT32,
     Assignment,
@@ -33,6 +33,8 @@ from megatron_webrl.wire.messages import Generated
 
 log = logging.getLogger(__name__)
 
+VERDICT_CHARACTERS = 4_000
+"""Of a judge's reasons that a trajectory keeps, at most."""
 SEED_STRIDE = 1_000_003
 """Between the sampler seeds of an episode's steps."""
 
@@ -54,6 +56,16 @@ class _Ended(NamedTuple):
     outcome: Outcome
     reason: str
     reward: float = 0.0
+    verdict: str = ""
+
+
+RULINGS = {
+    Ruling.SUCCESS: (Outcome.SUCCESS, "solved", 1.0),
+    Ruling.FAILURE: (Outcome.FAILURE, "wrong", 0.0),
+    Ruling.BLOCKED: (Outcome.ENVIRONMENT, "blocked", 0.0),
+    Ruling.FAULT: (Outcome.FAULT, "judge_fault", 0.0),
+}
+"""What an attempt becomes by its judge's ruling: outcome, reason, reward."""
 
 
 async def run_episode(
@@ -63,21 +75,25 @@ async def run_episode(
     processor: Processor,
     config: RunConfig,
     *,
+    judge: Judge | None = None,
+    released: Callable[[], None] = lambda: None,
     worker: str = "",
     trace: Trace | None = None,
     lane: str = "",
 ) -> EpisodeResult:
     """Run one attempt to its end; raises only CancelledError.
 
-    The trajectory of a fault or of the environment's failure carries no steps and no screenshots, only their count.
-    Reasons: solved; wrong, answered, horizon, malformed, deadline, context_overflow (the policy's own doing);
-    browser_crash, engine_unreachable, agent_error (faults); page_timeout, page_error (the environment's).
+    judge: is asked if the episode ends with an answer.  released: called when the page was given back and the judge is about
+    to be asked.  The trajectory of a fault or of the environment's failure carries no steps and no screenshots, only their
+    count.  Reasons: solved; wrong, answered, horizon, malformed, deadline, context_overflow (the policy's own doing);
+    browser_crash, engine_unreachable, judge_fault, agent_error (faults); blocked, page_timeout, page_error (the
+    environment's).
     """
     run = _Run(assignment, episode, generate, processor, config, trace, lane)
     started_at = time.time()
     with trace.span("episode", lane, task=assignment.task.task_id) if trace else nullcontext():
         try:
-            ended = await run.steps_to_end()
+            ended = await run.steps_to_end(judged=judge is not None)
         except EngineUnreachable as error:
             ended = _fault(Outcome.FAULT, "engine_unreachable", error)
         except BrowserFault as error:
@@ -91,6 +107,9 @@ async def run_episode(
             ended = _Ended(Outcome.FAULT, "agent_error")
         finally:
             await episode.close()
+        if judge is not None and run.evidence is not None and ended.reason == "answered":
+            released()
+            ended = await _judged(judge, run.evidence, trace, lane)
     trains = ended.outcome in (Outcome.SUCCESS, Outcome.FAILURE)
     versions = [v for step in run.steps for v in unpack(step.versions, INT32).tolist()]
     trajectory = Trajectory(
@@ -108,8 +127,19 @@ async def run_episode(
         started_at=started_at,
         finished_at=time.time(),
         payload=encode_steps(run.steps if trains else []),
+        verdict=ended.verdict,
     )
     return EpisodeResult(trajectory, run.images if trains else {})
+
+
+async def _judged(judge: Judge, evidence: Evidence, trace: Trace | None, lane: str) -> _Ended:
+    with trace.span("judge", f"{lane} judge") if trace else nullcontext():
+        try:
+            verdict = await judge(evidence)
+        except Exception:
+            log.exception("%s: the judge failed", evidence.task.task_id)
+            return _Ended(Outcome.FAULT, "judge_fault")
+    return _Ended(*RULINGS[verdict.ruling], verdict.reasons[:VERDICT_CHARACTERS])
 
 
 def _expanded(prompt_tokens: int, images: Sequence[ImageRef], processor: Processor) -> int:
@@ -146,6 +176,8 @@ class _Run:
         self.steps: list[Step] = []
         self.images: dict[str, bytes] = {}
         """Screenshots that the steps refer to."""
+        self.evidence: Evidence | None = None
+        """For the judge, once the episode ended with an answer."""
         self._assignment = assignment
         self._episode = episode
         self._generate = generate
@@ -159,7 +191,7 @@ class _Run:
         """Of the episode's own time, what its steps took: waiting for an engine is not counted, nor is the reset, which may
         wait for a browser and has deadlines of its own."""
 
-    async def steps_to_end(self) -> _Ended:
+    async def steps_to_end(self, *, judged: bool) -> _Ended:
         began = time.monotonic()
         observation = await self._episode.reset()
         observe_s = time.monotonic() - began
@@ -183,11 +215,13 @@ class _Run:
             if step.action is not None:
                 began = time.monotonic()
                 acted = await self._episode.act(step.action)
-                step.error, act_s = acted.error, time.monotonic() - began
+                step.error, step.notes, act_s = acted.error, list(acted.notes), time.monotonic() - began
                 step.act_s += act_s
                 self._spent_s += act_s
                 if acted.done or step.action["action"] == "answer":
                     step.changed = acted.done
+                    if judged and not acted.done:
+                        self._conclude(observation.utterance, await self._episode.conclude())
                     solved = acted.done and acted.reward > 0
                     reason = "solved" if solved else "wrong" if acted.done else "answered"
                     return _Ended(Outcome.SUCCESS if solved else Outcome.FAILURE, reason, acted.reward)
@@ -204,11 +238,16 @@ class _Run:
             self._spent_s += observe_s
             self._past.append(PastStep(step.title, step.action, step.changed, step.error))
 
+    def _conclude(self, utterance: str, page: PageState) -> None:
+        actions = [step.action for step in self.steps if step.action is not None]
+        seen = [self.images[step.images[-1].digest] for step in self.steps]
+        self.evidence = Evidence(self._assignment.task, utterance, actions[-1]["text"], page, actions, seen)
+
     def _see(self, screenshot: bytes) -> ImageRef:
         """Move the window of screenshots on."""
         width, height = image_size(screenshot)
         image = ImageRef(image_digest(screenshot), width, height, self._processor.grid(width, height))
-        self._window = [*self._window, image][-self._config.agent.history_images :]
+        self._window = [*self._window, image][-self._config.agent.history_window :]
         return image
 
     async def _ask(self, prompt_ids: list[int], observation: Observation) -> Step:

@@ -66,7 +66,7 @@ _FULL = (
     "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
     'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-_SYSTEM = {"computer_use": _FULL, "computer_use_short": "Call computer_use."}
+_SYSTEM = {"vanilla": _FULL, "short": "Call computer_use."}
 
 
 class PastStep(NamedTuple):
@@ -81,7 +81,7 @@ class PastStep(NamedTuple):
 
 def system_prompt(config: AgentConfig) -> str:
     """The text of the system turn."""
-    return _SYSTEM[config.system_prompt]
+    return _SYSTEM[config.prompt]
 
 
 def build_prompt(config: AgentConfig, utterance: str, past: Sequence[PastStep], images: int) -> str:

@@ -1,12 +1,14 @@
 """The browser worker: one Chromium, N slots, each running one episode after another, for ever.
 
 A slot is free again when its trajectory is acknowledged: its screenshots are in the store by then, and a restart of the
-worker misses nothing.
+worker misses nothing.  An attempt that is judged gives its slot back before: at most `slots` attempts are judged and
+delivered so; when more are, slots wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -17,7 +19,7 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import GenerationClient
 from megatron_webrl.processor import Processor
 from megatron_webrl.screenshots import upload
-from megatron_webrl.tasks import MiniWob
+from megatron_webrl.tasks import make_environment
 from megatron_webrl.trajectory import Assignment, Lane, Outcome, encode_steps
 from megatron_webrl.wire import Client, Keys, MessageTooLarge, WireError
 from megatron_webrl.wire.messages import (
@@ -36,6 +38,21 @@ PAUSE_S = (0.2, 5.0)
 """First and longest pause after a failure; doubled each time."""
 
 Key = tuple[int, int, int]
+
+
+class _Slot:
+    """One of the worker's slots, from when an episode takes it until it is free again."""
+
+    def __init__(self, free: list[int]) -> None:
+        self._free = free
+        self.lane = free.pop()
+        self.held = True
+
+    def free(self) -> None:
+        """Give it back, once."""
+        if self.held:
+            self.held = False
+            self._free.append(self.lane)
 
 
 class BrowserWorker:
@@ -64,6 +81,9 @@ class BrowserWorker:
         self._stopping = asyncio.Event()
         self._running: dict[Key, asyncio.Task[list[Assignment]]] = {}
         self._lanes = list(range(config.browser.slots - 1, -1, -1))
+        """Of the free slots."""
+        self._changed = asyncio.Event()
+        """A slot or an attempt has ended since it was cleared."""
         self._faults = 0
         """Consecutive ones, over all slots."""
         self._paused_until = 0.0
@@ -77,7 +97,7 @@ class BrowserWorker:
         model directory."""
         find_chromium(self.config.browser.executable)
         self._processor = await asyncio.to_thread(Processor.load, self.config.model.path, self.config.sampling.stop)
-        self._environment = MiniWob(self.config.browser)
+        self._environment = make_environment(self.config)
         self._coordinator, self._store = (
             Client(address, self._run_id, self.name, keys=self._keys) for address in self._addresses
         )
@@ -118,7 +138,8 @@ class BrowserWorker:
         """Renew the leases, fill the free slots; returns when a slot is free or a heartbeat is due."""
         heartbeat_s = self.config.replay.lease_s / 3
         paused = time.monotonic() < self._paused_until
-        free = 0 if paused else max(0, self.config.browser.slots - len(self._running))
+        self._changed.clear()
+        free = 0 if paused else self._free
         running = [key for key, task in self._running.items() if not task.cancelling()]
         wait_s = heartbeat_s if free else 0.0
         try:
@@ -136,25 +157,33 @@ class BrowserWorker:
                 self._running[key].cancel()
         for assignment in reply.assignments:
             self._start(assignment)
-        due = time.monotonic() + heartbeat_s
-        if len(self._running) >= self.config.browser.slots:
-            while len(self._running) >= self.config.browser.slots and (left := due - time.monotonic()) > 0:
-                await asyncio.wait(self._running.values(), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not self._free:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(heartbeat_s):
+                    while not self._free:
+                        self._changed.clear()
+                        await self._changed.wait()
         elif not free:
             await asyncio.sleep(min(heartbeat_s, max(0.0, self._paused_until - time.monotonic())))
+
+    @property
+    def _free(self) -> int:
+        """Slots that may begin an episode."""
+        return max(0, min(len(self._lanes), 2 * self.config.browser.slots - len(self._running)))
 
     def _start(self, assignment: Assignment) -> None:
         """Run it, if a slot is free (else it is given again) and it does not run yet."""
         key = assignment.key
-        if key not in self._running and self._lanes:
-            lane = self._lanes.pop()
-            self._running[key] = task = asyncio.create_task(self._slot(assignment, lane))
-            task.add_done_callback(lambda task: self._ended(key, lane, task))
+        if key not in self._running and self._free:
+            slot = _Slot(self._lanes)
+            self._running[key] = task = asyncio.create_task(self._attempt(assignment, slot))
+            task.add_done_callback(lambda task: self._ended(key, slot, task))
 
-    def _ended(self, key: Key, lane: int, task: asyncio.Task[list[Assignment]]) -> None:
+    def _ended(self, key: Key, slot: _Slot, task: asyncio.Task[list[Assignment]]) -> None:
         """The slot is free, for what came with the acknowledgement first."""
         del self._running[key]
-        self._lanes.append(lane)
+        slot.free()
+        self._changed.set()
         if task.cancelled():
             return
         if error := task.exception():
@@ -163,26 +192,33 @@ class BrowserWorker:
             for assignment in task.result():
                 self._start(assignment)
 
-    async def _slot(self, assignment: Assignment, lane: int) -> list[Assignment]:
-        """Run and deliver one attempt; returns what the slot is to do next."""
+    async def _attempt(self, assignment: Assignment, slot: _Slot) -> list[Assignment]:
+        """Run and deliver one attempt; returns what its slot is to do next."""
+
+        def released() -> None:
+            slot.free()
+            self._changed.set()
+
         result = await run_episode(
             assignment,
             self._environment.episode(assignment.task),
             self._generation.generate,
             self._processor,
             self.config,
+            judge=self._environment.judge,
+            released=released,
             worker=self.name,
             trace=self._trace,
-            lane=f"slot {lane}",
+            lane=f"slot {slot.lane}",
         )
         if result.trajectory.outcome is Outcome.FAULT:  # while something is down, do not burn attempts
             self._paused_until = time.monotonic() + _pause(self._faults)
             self._faults += 1
         else:
             self._faults = 0
-        return await self._deliver(result)
+        return await self._deliver(result, slot)
 
-    async def _deliver(self, result: EpisodeResult) -> list[Assignment]:
+    async def _deliver(self, result: EpisodeResult, slot: _Slot) -> list[Assignment]:
         """Screenshots into the store, then the trajectory to the coordinator, again until it is acknowledged.  Returns what
         the slot is to do next."""
         trajectory, images = result
@@ -195,7 +231,7 @@ class BrowserWorker:
         while time.monotonic() < deadline:
             try:
                 await upload(self._store, key, images)
-                more = time.monotonic() >= self._paused_until and not self._stopping.is_set()
+                more = slot.held and time.monotonic() >= self._paused_until and not self._stopping.is_set()
                 reply = await self._coordinator.request(
                     SubmitTrajectory(trajectory, self.name, self._session, more),
                     timeout=REQUEST_TIMEOUT_S,

@@ -107,13 +107,13 @@ class Dimensions(NamedTuple):
 
 
 def workload(config: RunConfig, dimensions: Dimensions) -> Workload:
-    """What the configuration says of rows: screenshots of `browser.view`, as many as `agent.history_images`."""
+    """What the configuration says of rows: screenshots of `browser.view`, as many as `agent.history_window`."""
     side = int((dimensions.patch_values // 3) ** 0.5)
     width, height = config.browser.view
     merge = side * int(dimensions.merge**0.5)
     patches = max(1, round(width / merge)) * max(1, round(height / merge)) * dimensions.merge
     response = min(RESPONSE_TOKENS, config.sampling.max_new_tokens)
-    return Workload(TEXT_TOKENS, response, config.agent.history_images, patches)
+    return Workload(TEXT_TOKENS, response, config.agent.history_window, patches)
 
 
 def estimate(config: RunConfig, row: Workload | None = None) -> list[RankEstimate]:

@@ -29,18 +29,21 @@ class ModelConfig(Section):
 
 
 class TasksConfig(Section):
-    """What is practised and what is held out.  The environment is MiniWoB++, in real Chromium."""
+    """What is practised and what is held out."""
 
+    environment: str = "miniwob"
+    """`miniwob`: MiniWoB++, in real Chromium; `module:Class`: an environment of your own (docs/tasks.md)."""
     names: list[str] = Field(min_length=1)
-    """MiniWoB++ tasks, for example `click-test`."""
+    """The environment's tasks, for example `click-test` of MiniWoB++."""
     train_seeds: tuple[int, int] = (0, 1500)
     """Page seeds of training: first, end (exclusive)."""
     held_out_seeds: tuple[int, int] = (500_000, 600_000)
     """Page seeds of evaluation: first, end (exclusive); must not overlap `train_seeds`."""
     demonstration_seeds: tuple[int, int] = (0, 60)
     """Page seeds that the scripted oracle demonstrates, a task: first, end (exclusive)."""
-    horizon: int = Field(default=10, gt=0)
-    """Most steps of an episode; reaching it without success is failure."""
+    horizons: dict[Level, Annotated[int, Field(gt=0)]] = {1: 10, 4: 20, 7: 30}
+    """Most steps of an episode by difficulty: level -> steps, for that level and those up to the next one given. Reaching it
+    without success is failure."""
     sampler: Literal["uniform", "difficulty", "adaptive"] = "uniform"
     """Which name a train group gets: `uniform`: all in turn; `difficulty`: by `difficulty_weights`; `adaptive`: by how likely
     its rewards are to differ, at the success measured lately."""
@@ -69,8 +72,16 @@ class TasksConfig(Section):
             )
         return self
 
+    def horizon(self, level: int) -> int:
+        """Most steps of an episode of a task of that difficulty."""
+        return self.horizons[max(known for known in self.horizons if known <= level)]
+
     @model_validator(mode="after")
     def _levels(self) -> TasksConfig:
+        if 1 not in self.horizons:
+            raise ValueError(
+                f"tasks.horizons={self.horizons} has none for level 1: give one, as {{1: 10, 4: 20, 7: 30}}"
+            )
         for name, level in self.difficulty.items():
             if name not in self.names:
                 raise ValueError(
@@ -103,11 +114,11 @@ class TasksConfig(Section):
 class AgentConfig(Section):
     """What the policy sees and how its replies are read."""
 
-    system_prompt: Literal["computer_use", "computer_use_short"] = "computer_use"
-    """`computer_use`: the tool's full schema in Qwen's format; `computer_use_short`: one line, for tiny models."""
+    prompt: Literal["short", "vanilla"] = "vanilla"
+    """`vanilla`: the tool's full schema in Qwen's format; `short`: one line, for tiny models."""
     history_steps: int = Field(default=4, ge=0)
     """Earlier steps told as one text line each."""
-    history_images: int = Field(default=1, gt=0)
+    history_window: int = Field(default=1, gt=0)
     """Newest screenshots in the prompt, the present one included."""
     max_prompt_tokens: int = Field(default=12_288, gt=0)
     """A longer prompt, images expanded, ends the episode as failure (context overflow)."""

@@ -80,10 +80,10 @@ def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[
     from megatron_webrl.agent import check_stop
     from megatron_webrl.browser import find_chromium
     from megatron_webrl.engine import check_port
-    from megatron_webrl.tasks import check_task_names
+    from megatron_webrl.tasks import check_environment
 
     check_writable("run_dir", Path(config.run_dir))
-    check_task_names(config.tasks.names)
+    check_environment(config)
     check_stop(config.sampling.stop)
     find_chromium(config.browser.executable)
     if config.engine.port is not None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron_webrl.browser import AllowList, Page, PagePool, from_pixels, perform
 from megatron_webrl.browser.faults import BrowserFault, PageError
-from megatron_webrl.config import BrowserConfig
+from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
-from megatron_webrl.tasks.environment import Acted, Observation
+from megatron_webrl.tasks.environment import Acted, Observation, PageState
 from megatron_webrl.trajectory import Task
 
 # Waits until the images of the page as it is styled now are there: a screenshot would miss those that still load.
@@ -140,10 +140,17 @@ def has_oracle(name: str) -> bool:
 
 
 class MiniWob:
-    """The environment: a pool of pages and the episodes in them."""
+    """The environment: a pool of pages and the episodes in them.  The page itself gives the reward."""
 
-    def __init__(self, config: BrowserConfig) -> None:
-        self._pool = PagePool(config, AllowList(folders=(html_folder(),)))
+    judge = None
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Raises UserError for a name that is no task."""
+        check_task_names(config.tasks.names)
+
+    def __init__(self, config: RunConfig) -> None:
+        self._pool = PagePool(config.browser, AllowList(folders=(html_folder(),)))
 
     def episode(self, task: Task) -> MiniWobEpisode:
         """An episode that begins with its `reset`."""
@@ -223,6 +230,9 @@ class MiniWobEpisode:
             click = {"action": "left_click", **where}
             actions.append(click if text is None else {"action": "type", **where, "text": text})
         return actions
+
+    async def conclude(self) -> PageState:
+        return PageState(self.page.url, self._title)
 
     async def close(self) -> None:
         page, self._page = self._page, None

@@ -9,8 +9,6 @@ from typing import Protocol
 from megatron_webrl.config import TasksConfig
 from megatron_webrl.trajectory import Task
 
-ENVIRONMENT = "miniwob"
-
 EXPLORATION = 0.1
 """Share of the draws of `AdaptiveSampler` that go to all names alike."""
 DECAY = 0.9
@@ -19,7 +17,8 @@ DECAY = 0.9
 
 def make_task(config: TasksConfig, name: str, seed: int) -> Task:
     """The task `name` with the page of `seed`."""
-    return Task(f"{ENVIRONMENT}/{name}/{seed}", ENVIRONMENT, name, seed, config.horizon, config.level(name))
+    level = config.level(name)
+    return Task(f"{config.environment}/{name}/{seed}", config.environment, name, seed, config.horizon(level), level)
 
 
 class Sampler(Protocol):
@@ -67,7 +66,11 @@ class _Memoryless:
 
     def practises(self, task: Task) -> bool:
         first, end = self._config.train_seeds
-        return task.environment == ENVIRONMENT and task.name in self._config.names and first <= task.seed < end
+        return (
+            task.environment == self._config.environment
+            and task.name in self._config.names
+            and first <= task.seed < end
+        )
 
 
 class UniformSampler(_Memoryless):

@@ -15,8 +15,8 @@ def config(tiny_model_dir: Path) -> RunConfig:
     return validate(
         {
             "model": {"path": tiny_model_dir},
-            "tasks": {"names": ["click-test", "enter-text"], "demonstration_seeds": [0, 2], "horizon": 3},
-            "agent": {"system_prompt": "computer_use_short", "coordinate_step": 20},
+            "tasks": {"names": ["click-test", "enter-text"], "demonstration_seeds": [0, 2], "horizons": {1: 3}},
+            "agent": {"prompt": "short", "coordinate_step": 20},
             "browser": {"slots": 2, "viewport": [500, 320], "screenshot": [160, 210]},
             "evaluation": {"episodes": 10},
             "replay": {"lease_s": 3},
@@ -33,6 +33,6 @@ def processor(tiny_model_dir: Path) -> Processor:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def miniwob(config: RunConfig) -> AsyncIterator[MiniWob]:
     """One browser for all tests of a module that runs in one event loop."""
-    environment = MiniWob(config.browser)
+    environment = MiniWob(config)
     yield environment
     await environment.close()

@@ -121,7 +121,7 @@ async def test_two_screenshots_in_the_window(miniwob: MiniWob, processor: Proces
             seen.append((list(prompt_ids).count(processor.image_token_id), options["digests"], set(images)))
             return await super().__call__(prompt_ids, images, **options)
 
-    two = config.model_copy(update={"agent": config.agent.model_copy(update={"history_images": 2})})
+    two = config.model_copy(update={"agent": config.agent.model_copy(update={"history_window": 2})})
     await run(miniwob, processor, two, Watching(processor, [MISS, "nonsense", MISS]), "click-test")
     assert [pads for pads, *_ in seen] == [1, 2, 2]
     assert all(len(digests) == pads and set(digests) == images for pads, digests, images in seen)

@@ -158,7 +158,7 @@ def assignments(n: int, *, lane: Lane = Lane.TRAIN, name: str = "click-test") ->
 
 
 async def solution(config: RunConfig) -> str:
-    environment = MiniWob(config.browser)
+    environment = MiniWob(config)
     episode = environment.episode(assignments(1)[0].task)
     await episode.prepare()
     [action] = await episode.oracle()

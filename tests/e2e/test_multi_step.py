@@ -83,7 +83,7 @@ def configuration(directory: Path) -> RunConfig:
             "tasks.names=[enter-text]",
             f"tasks.train_seeds=[{SEEDS[0]}, {SEEDS[1]}]",
             f"tasks.demonstration_seeds=[{SEEDS[0]}, {SEEDS[1]}]",
-            "tasks.horizon=4",
+            "tasks.horizons={1: 4}",
             "agent.coordinate_step=1",
             "browser.slots=2",
             "replay.group_size=4",

@@ -7,15 +7,23 @@ import pytest_asyncio
 from PIL import Image
 
 from megatron_webrl.browser import PageError, from_pixels
-from megatron_webrl.config import BrowserConfig
-from megatron_webrl.tasks import MiniWob, MiniWobEpisode
+from megatron_webrl.config import validate
+from megatron_webrl.tasks import Acted, MiniWob, MiniWobEpisode
 from megatron_webrl.tasks.miniwob import ORACLES
 from megatron_webrl.trajectory import Task
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DEMO_TASKS = ("click-test", "click-dialog", "focus-text", "focus-text-2", "click-dialog-2")
-CONFIG = BrowserConfig(slots=2, viewport=(500, 320), screenshot=(160, 210))
+RUN = validate(
+    {
+        "model": {"path": "unused"},
+        "tasks": {"names": ["click-test"]},
+        "browser": {"slots": 2, "viewport": [500, 320], "screenshot": [160, 210]},
+    },
+    "test",
+)
+CONFIG = RUN.browser
 
 
 def miniwob_task(name: str, seed: int) -> Task:
@@ -28,7 +36,7 @@ def click(x: int, y: int) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def miniwob() -> AsyncIterator[MiniWob]:
-    environment = MiniWob(CONFIG)
+    environment = MiniWob(RUN)
     yield environment
     await environment.close()
 
@@ -105,11 +113,11 @@ async def test_the_page_is_the_seed_s(miniwob: MiniWob) -> None:
 async def test_a_wrong_click_ends_without_reward_and_a_miss_does_not_end(miniwob: MiniWob) -> None:
     episode = miniwob.episode(miniwob_task("click-test-2", 0))
     await episode.reset()
-    assert await episode.act(click(1, 209)) == ("", False, 0)
+    assert await episode.act(click(1, 209)) == Acted("", False, 0)
     x, y = await episode.page.evaluate(
         "() => { const b = document.querySelector('#subbtn2').getBoundingClientRect(); return [b.x + 5, b.y + 5]; }"
     )
-    assert await episode.act(click(x, y)) == ("", True, 0)
+    assert await episode.act(click(x, y)) == Acted("", True, 0)
     await episode.close()
 
 
@@ -139,9 +147,9 @@ async def test_leaving_the_page_earns_nothing(miniwob: MiniWob) -> None:
     url = (await episode.reset()).url
     refused = await episode.act({"action": "navigate", "url": "file:///etc/passwd"})
     assert "not allowed" in refused.error
-    assert await episode.act({"action": "navigate", "url": url}) == ("", False, 0)
+    assert await episode.act({"action": "navigate", "url": url}) == Acted("", False, 0)
     await episode.page.evaluate("() => { core.startEpisodeReal(); core.endEpisode(1, false); }")
-    assert await episode.act({"action": "wait", "time": 0}) == ("", False, 0)
+    assert await episode.act({"action": "wait", "time": 0}) == Acted("", False, 0)
     await episode.close()
 
 

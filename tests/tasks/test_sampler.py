@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.config import TasksConfig, dump, load_config
+from megatron_webrl.config import RunConfig, TasksConfig, dump, load_config, validate
 from megatron_webrl.errors import UserError
 from megatron_webrl.replay import Ledger
 from megatron_webrl.tasks import (
@@ -14,7 +14,7 @@ from megatron_webrl.tasks import (
     DifficultySampler,
     Sampler,
     UniformSampler,
-    check_task_names,
+    check_environment,
     demonstration_tasks,
     held_out_tasks,
     make_sampler,
@@ -46,7 +46,7 @@ def test_a_draw_depends_on_seed_number_and_rates_alone(config: TasksConfig) -> N
     again = make_sampler(config, 7, G)
     assert [again.draw(n) for n in reversed(range(400))] == tasks[::-1]
     assert {t.seed for t in tasks} == set(range(50))
-    assert all(t.horizon == CONFIG.horizon and again.practises(t) for t in tasks)
+    assert all(t.horizon == CONFIG.horizon(t.difficulty) and again.practises(t) for t in tasks)
     assert [make_sampler(config, 8, G).draw(n) for n in range(20)] != tasks[:20]
 
 
@@ -222,8 +222,12 @@ def test_every_name_is_demonstrated_on_every_seed() -> None:
     assert {(t.name, t.seed) for t in tasks} == {(n, s) for n in CONFIG.names for s in (3, 4, 5)}
 
 
+def _run(names: list[str]) -> RunConfig:
+    return validate({"model": {"path": "unused"}, "tasks": {"names": names}}, "test")
+
+
 def test_an_unknown_task_is_named_with_the_nearest_known_one() -> None:
     assert len(task_names()) > 100
-    check_task_names(["click-test", "enter-text"])
+    check_environment(_run(["click-test", "enter-text"]))
     with pytest.raises(UserError, match=r"'click-tset'.*did you mean click-test\?"):
-        check_task_names(["click-test", "click-tset"])
+        check_environment(_run(["click-test", "click-tset"]))
