@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised whenever a message changes its meaning or its shape."""
 
 
