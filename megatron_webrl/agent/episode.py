@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_webrl.agent.generate import Generate
 from megatron_webrl.agent.prompt import PastStep, build_prompt
 from megatron_webrl.agent.reply import MalformedReply, parse_reply
-from megatron_webrl.browser import BrowserFault, PageError, PageTimeout
+from megatron_webrl.browser import BrowserFault, PageError, PageTimeout, SiteBlocked
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineUnreachable
 from megatron_webrl.processor import Processor
@@ -100,6 +100,8 @@ async def run_episode(
             ended = _fault(Outcome.FAULT, "browser_crash", error)
         except PageTimeout as error:
             ended = _fault(Outcome.ENVIRONMENT, "page_timeout", error)
+        except SiteBlocked as error:
+            ended = _fault(Outcome.ENVIRONMENT, "blocked", error)
         except PageError as error:
             ended = _fault(Outcome.ENVIRONMENT, "page_error", error)
         except Exception:  # a mistake of ours must not train as the policy's failure

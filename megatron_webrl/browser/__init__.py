@@ -11,7 +11,7 @@ from megatron_webrl.browser.actions import (
     to_pixels,
 )
 from megatron_webrl.browser.chromium import Chromium, find_chromium
-from megatron_webrl.browser.faults import BrowserFault, PageError, PageTimeout
+from megatron_webrl.browser.faults import BrowserFault, PageError, PageTimeout, SiteBlocked
 from megatron_webrl.browser.page import Page
 from megatron_webrl.browser.pool import PagePool
 from megatron_webrl.browser.sandbox import AllowList
@@ -28,6 +28,7 @@ __all__ = [
     "PageError",
     "PagePool",
     "PageTimeout",
+    "SiteBlocked",
     "check_action",
     "find_chromium",
     "from_pixels",

@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from megatron_webrl.browser.faults import PageError
+from megatron_webrl.browser.faults import PageError, TabClosed
 from megatron_webrl.browser.page import Page
 
 SCALE = 1000
 MAX_TEXT = 10_000
 MAX_KEYS = 5
 MAX_WAIT_S = 10.0
+ERROR_CHARACTERS = 300
+KEYSTROKES = 200
+"""A longer text is put in at once, as from a clipboard."""
+DRAG_MOVES = 10
+"""Mouse events on the way of a drag: pages that drag watch it move."""
 
 ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "left_click": (("coordinate",), ()),
@@ -22,6 +27,7 @@ ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "right_click": (("coordinate",), ()),
     "mouse_move": (("coordinate",), ()),
     "type": (("text",), ("coordinate", "press_enter")),
+    "drag": (("to",), ("coordinate",)),
     "key": (("keys",), ()),
     "scroll": (("direction",), ("coordinate",)),
     "wait": (("time",), ()),
@@ -65,8 +71,6 @@ KEYS = {
 }
 """Names a policy may use, lower case -> Playwright's; single characters stand for themselves."""
 
-TWO_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
-
 
 def to_pixels(coordinate: list[int], view: tuple[int, int]) -> tuple[int, int]:
     """0–1000 -> pixels inside the view."""
@@ -104,6 +108,13 @@ def _coordinate(value: Any) -> None:
     fits = isinstance(value, list) and len(value) == 2 and all(type(c) is int and 0 <= c <= SCALE for c in value)
     if not fits:
         raise ValueError(f"coordinate must be two whole numbers from 0 to {SCALE}")
+
+
+def _to(value: Any) -> None:
+    try:
+        _coordinate(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("coordinate", "to", 1)) from None
 
 
 def _text(value: Any) -> None:
@@ -149,6 +160,7 @@ def _time(value: Any) -> None:
 
 _CHECKS = {
     "coordinate": _coordinate,
+    "to": _to,
     "text": _text,
     "url": _url,
     "press_enter": _press_enter,
@@ -163,8 +175,10 @@ async def perform(page: Page, action: dict[str, Any]) -> str:
     Raises BrowserFault, PageTimeout."""
     try:
         await _perform(page, action)
+    except TabClosed:  # that was its doing
+        return ""
     except PageError as error:
-        return str(error)[:300]
+        return str(error)[:ERROR_CHARACTERS]
     return ""
 
 
@@ -186,11 +200,23 @@ async def _perform(page: Page, action: dict[str, Any]) -> None:
                 await page.call(keyboard.press("Control+a"))
                 if not action["text"]:
                     await page.call(keyboard.press("Delete"))
+            await page.check_typing(action["text"])
             if action["text"]:
-                await page.call(keyboard.type(action["text"]))
+                long = len(action["text"]) > KEYSTROKES
+                await page.call((keyboard.insert_text if long else keyboard.type)(action["text"]))
             if action.get("press_enter"):
                 await page.call(keyboard.press("Enter"))
+        case "drag":
+            if "coordinate" in action:
+                await page.call(mouse.move(*at))
+            await page.call(mouse.down())
+            try:
+                await page.call(mouse.move(*to_pixels(action["to"], page.view), steps=DRAG_MOVES))
+            finally:
+                await page.call(mouse.up())
         case "key":
+            if any(len(key) == 1 for key in action["keys"]):
+                await page.check_typing("")
             await page.call(keyboard.press("+".join(KEYS.get(k.lower(), k) for k in action["keys"])))
         case "scroll":
             await page.call(mouse.move(*at))
@@ -199,11 +225,10 @@ async def _perform(page: Page, action: dict[str, Any]) -> None:
                 for d, size in zip(DIRECTIONS[action["direction"]], page.view, strict=True)
             )
             await page.call(mouse.wheel(dx, dy))
-            await page.evaluate(TWO_FRAMES)  # a wheel event scrolls with the next frame
         case "wait":
             await asyncio.sleep(action["time"])
         case "go_back":
-            await page.call(page.raw.go_back())
+            await page.go_back()
         case "navigate":
             await page.goto(action["url"])
         case "answer":

@@ -11,3 +11,11 @@ class PageTimeout(Exception):
 
 class PageError(Exception):
     """The page refused a call (navigation refused, script error).  After an action: told to the agent."""
+
+
+class TabClosed(PageError):
+    """The call closed the tab that it was made in; another is open."""
+
+
+class SiteBlocked(PageError):
+    """The site kept the agent out before it began: the environment's doing, the group is dropped."""

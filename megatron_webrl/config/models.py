@@ -8,8 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+HostPattern = Annotated[
+    str, StringConstraints(to_lower=True, pattern=r"^(\*|(\*\.)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*)$")
+]
 Pixels = Annotated[int, Field(gt=0, le=16_384)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Level = Annotated[int, Field(ge=1, le=15)]
@@ -151,8 +154,29 @@ class BrowserConfig(Section):
     pages: int | None = Field(default=None, gt=0)
     """Most open pages of a worker, about 25 MB each: idle ones stay ready for another episode of the task they showed.
     group_size × tasks is ideal; null: 4 × slots."""
+    spare_contexts: int = Field(default=1, ge=0)
+    """Fresh contexts that a worker makes ready ahead, about 25 MB each, so that an episode need not wait for its own."""
     recycle_episodes: int = Field(default=2000, gt=0)
     """A Chromium is replaced after so many episodes."""
+    slot_bytes: int = Field(default=768 << 20, gt=0)
+    """A Chromium whose processes hold more than so many bytes a slot (PSS) is replaced as its episodes end; one that holds
+    twice as many is killed, which its episodes survive as faults do: they are issued again."""
+    settle_quiet_s: float = Field(default=0.1, ge=0)
+    """After an action the page counts as settled when its layout, its finite animations, its images and the network have
+    been quiet for so long; 0: for two frames."""
+    settle_limit_s: float = Field(default=5.0, ge=0)
+    """Longest wait for a page to settle; then the agent sees it as it is."""
+    allow_hosts: list[HostPattern] = ["*"]
+    """Hosts that pages of the web may reach (MiniWoB++ reaches none): `site.org`, `site.org:8080`, `*.site.org` (with site.org
+    itself), `*` for all. Addresses that are not public are refused whatever this says, see `private_hosts`."""
+    deny_hosts: list[HostPattern] = []
+    """Hosts that are refused although `allow_hosts` has them; a judge's or a tracker's, for example."""
+    private_hosts: list[HostPattern] = []
+    """Hosts that may have private or loopback addresses: sites of your own, as `shop.local:7770` (they must be allowed too).
+    Link-local addresses, where clouds keep their metadata, stay refused."""
+    credentials: dict[HostPattern, list[Annotated[str, Field(min_length=4)]]] = {}
+    """Host -> secrets (passwords, keys) that the agent may type there and nowhere else. Password fields take text only on
+    these hosts, and in pages of the environment's own files."""
 
     @property
     def page_limit(self) -> int:

@@ -22,6 +22,7 @@ from megatron_webrl.tasks.sampler import (
     held_out_tasks,
     make_sampler,
 )
+from megatron_webrl.tasks.web import WebEnvironment, WebEpisode
 
 __all__ = [
     "Acted",
@@ -39,6 +40,8 @@ __all__ = [
     "Sampler",
     "UniformSampler",
     "Verdict",
+    "WebEnvironment",
+    "WebEpisode",
     "check_environment",
     "demonstration_tasks",
     "has_oracle",

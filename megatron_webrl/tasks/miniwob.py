@@ -65,7 +65,7 @@ STATUS = (
     + """
   const ours = window.webrlToken === token;
   if (!ours || !WOB_DONE_GLOBAL) await imagesReady();
-  return [ours, ours && WOB_DONE_GLOBAL, ours ? WOB_RAW_REWARD_GLOBAL : 0, document.title, scrollX, scrollY];
+  return [ours, ours && WOB_DONE_GLOBAL, ours ? WOB_RAW_REWARD_GLOBAL : 0];
 }"""
 )
 
@@ -209,10 +209,12 @@ class MiniWobEpisode:
         page = self.page
         clean, self._clean = self._clean and action["action"] in TRACELESS, False
         error = await perform(page, action)
-        ours, done, reward, self._title, *scroll = await page.evaluate(STATUS, self._token)
-        self._scroll = (scroll[0], scroll[1])
+        ours, done, reward = await page.evaluate(STATUS, self._token)
+        if not done:
+            self._title, self._scroll = await page.settle()
+            ours, done, reward = await page.evaluate(STATUS, self._token)
         self._clean = clean and ours
-        return Acted(error, done, float(done and reward > 0))
+        return Acted(error, done, float(done and reward > 0), tuple(page.take_notes()))
 
     async def oracle(self) -> list[dict[str, Any]]:
         """Actions that solve the page as it was reset.  Raises PageError if a target cannot be seen."""

@@ -38,7 +38,7 @@ async def test_a_page_is_reused_only_when_given_back_as_reusable(pool: PagePool,
 
 
 async def test_the_number_of_pages_is_bounded(site: Path, config: BrowserConfig) -> None:
-    """Then one of the commonest kind is handed out for another purpose; with both slots in use a third episode waits."""
+    """Then one of the commonest kind is closed for another purpose; with both slots in use a third episode waits."""
     pool = PagePool(config.model_copy(update={"pages": 3}), AllowList(folders=(site,)))
     try:
         [a] = [await _use(pool, "a")]
@@ -46,7 +46,9 @@ async def test_the_number_of_pages_is_bounded(site: Path, config: BrowserConfig)
         for page in (first, second):
             page.used_for = "b"
             await pool.release(page, reusable=True)
-        assert await pool.acquire("c") in (first, second)
+        c = await pool.acquire("c")
+        assert c not in (a, first, second)
+        assert sorted(page.alive for page in (first, second)) == [False, True]
         assert await pool.acquire("a") is a
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
