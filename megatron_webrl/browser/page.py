@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron_webrl.browser.faults import BrowserFault, PageError, PageTimeout, TabClosed
@@ -24,10 +25,11 @@ T = TypeVar("T")
 GONE = ("target page, context or browser has been closed", "target closed", "target crashed", "page crashed",
         "browser has been closed", "connection closed", "browser closed")  # fmt: skip
 """How Playwright's errors say that the target is no more; single words could stand in an address as well."""
-INTERRUPTED = ("interrupted by another navigation", "context was destroyed", "Cannot find context")
+INTERRUPTED = ("interrupted by another navigation", "context was destroyed", "Cannot find context",
+               "Not attached to an active page", "Unable to capture screenshot")  # fmt: skip
 """Errors of a call that a navigation overtook: the call may be made again."""
-INTERRUPTIONS = 5
-"""That one call survives."""
+INTERRUPTIONS = 10
+INTERRUPTION_PAUSE_S = 0.05
 MAX_TABS = 8
 MAX_NOTES = 10
 NOTE_CHARACTERS = 200
@@ -231,9 +233,10 @@ class Page:
         except Exception as error:  # the driver's pipe broke: plain exceptions of several kinds
             raise BrowserFault(f"{type(error).__name__}: {error}") from error
 
-    async def goto(self, url: str) -> int | None:
-        """Navigate and wait for the load event; returns the HTTP status, None where there is none.  Raises PageError for an
-        address that is not allowed."""
+    async def goto(self, url: str, *, until: str = "commit") -> int | None:
+        """Navigate; returns the HTTP status, None where there is none.  until: `commit`: its answer is there, `settle` waits
+        for the rest; `load`: everything is there, which some pages never are.  Raises PageError for an address that is not
+        allowed."""
         if not self.allow.permits(url):
             raise PageError(f"navigation to {url[:200]!r} is not allowed")
         if self._holds_secret(url, [url]):
@@ -241,7 +244,7 @@ class Page:
         for patience in (0.0, 0.1, 0.5):  # an error page on its way can interrupt a navigation that comes after it
             await asyncio.sleep(patience)
             try:
-                response = await self.call(self.raw.goto(url))
+                response = await self.call(self.raw.goto(url, wait_until=until))
                 return None if response is None else int(response.status)
             except PageError as error:
                 if patience == 0.5 or not any(words in str(error) for words in INTERRUPTED):
@@ -253,40 +256,54 @@ class Page:
         there is nowhere to go."""
         history = await self.call((await self._session()).send("Page.getNavigationHistory"))
         if history["currentIndex"] > 0:
-            await self.call(self.raw.go_back())
+            await self.call(self.raw.go_back(wait_until="commit"))
         elif len(self._tabs) > 1:
             await self.call(self.raw.close())
         else:
             raise PageError("there is no page before this one")
 
     async def evaluate(self, script: str, argument: Any = None) -> Any:
-        """Result of a JavaScript function, JSON.  Asked again if a navigation, or a tab that closed, overtook it."""
-        for _ in range(INTERRUPTIONS):
+        """Result of a JavaScript function, JSON."""
+        return await self._uninterrupted(lambda: self.raw.evaluate(script, argument))
+
+    async def _uninterrupted(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The call's result, asked again if a navigation, or a tab that closed, overtook it."""
+        for tries in itertools.count(1):
             try:
-                return await self.call(self.raw.evaluate(script, argument))
-            except TabClosed:
-                continue
+                return await self.call(ask())
             except PageError as error:
-                if not any(words in str(error) for words in INTERRUPTED):
+                overtaken = isinstance(error, TabClosed) or any(words in str(error) for words in INTERRUPTED)
+                if not overtaken or tries == INTERRUPTIONS:
                     raise
-        return await self.call(self.raw.evaluate(script, argument))
+            await asyncio.sleep(INTERRUPTION_PAUSE_S)
+        raise AssertionError("not reached")
 
     async def settle(self) -> Facts:
         """Wait until the page is quiet, at most browser.settle_limit_s; a page that may not be here is left."""
         quiet_s = self._config.settle_quiet_s
         end = time.monotonic() + self._config.settle_limit_s
         while True:
-            left = max(0.0, end - time.monotonic())
-            title, *scroll = await self.evaluate(SETTLE, [quiet_s * 1000, left * 1000])
+            left, raw, moving = max(0.0, end - time.monotonic()), self.raw, False
+            try:
+                title, *scroll = await self.evaluate(SETTLE, [quiet_s * 1000, left * 1000])
+                busy_s = max(0.02, quiet_s) - self._gateway.quiet_s if self._gateway else 0.0
+            except PageError as error:  # it goes from page to page, or has broken what the script needs
+                title, scroll, busy_s = "", [0.0, 0.0], 0.1
+                moving = any(words in str(error) for words in INTERRUPTED)
             left = end - time.monotonic()
-            if self._gateway is None or left <= 0 or (busy := max(0.02, quiet_s) - self._gateway.quiet_s) <= 0:
+            if left <= 0 or (busy_s <= 0 and raw is self.raw):
                 break
-            await asyncio.sleep(min(busy, left))
+            await asyncio.sleep(min(max(0.0, busy_s), left))
+        if moving:
+            return await self._leave("the page went on to others without end")
         if not self.url.startswith(HARMLESS) and not self.allow.permits(self.url.removeprefix("blob:")):
-            self.note(f"the page went to {self.url[:100]!r}, which is not allowed: you are on a blank page")
-            await self.call(self.raw.goto("about:blank"))
-            return Facts("", (0.0, 0.0))
+            return await self._leave(f"the page went to {self.url[:100]!r}, which is not allowed")
         return Facts(title[:TITLE_CHARACTERS], (scroll[0], scroll[1]))
+
+    async def _leave(self, why: str) -> Facts:
+        self.note(f"{why}: you are on a blank page")
+        await self._uninterrupted(lambda: self.raw.goto("about:blank"))
+        return Facts("", (0.0, 0.0))
 
     async def screenshot(self, scroll: tuple[float, float] = (0, 0)) -> bytes:
         """What the agent sees, encoded as `browser.screenshot_format` says.  scroll: offset of the document, CSS pixels, as the
@@ -294,7 +311,11 @@ class Page:
         options = dict(self._encoding)
         if self._clip:
             options["clip"] = {**self._clip, "x": scroll[0], "y": scroll[1]}
-        answer = await self.call((await self._session()).send("Page.captureScreenshot", options))
+
+        async def capture() -> Any:
+            return await (await self._session()).send("Page.captureScreenshot", options)
+
+        answer = await self._uninterrupted(capture)
         return base64.b64decode(answer["data"])
 
     async def check_typing(self, text: str) -> None:
@@ -320,7 +341,7 @@ class Page:
     def _holds_secret(self, text: str, around: list[str]) -> bool:
         """Whether `text` has a secret that is not of every one of these URLs: a page could lie about what has the focus."""
         return any(
-            secret in text and not all(listed({pattern}, *site_of(url)) for url in around)
+            secret.get_secret_value() in text and not all(listed({pattern}, *site_of(url)) for url in around)
             for pattern, secrets in self._config.credentials.items()
             for secret in secrets
         )

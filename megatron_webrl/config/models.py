@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 HostPattern = Annotated[
-    str, StringConstraints(to_lower=True, pattern=r"^(\*|(\*\.)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*)$")
+    str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*)$"), AfterValidator(str.lower)
 ]
 Pixels = Annotated[int, Field(gt=0, le=16_384)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -174,9 +174,9 @@ class BrowserConfig(Section):
     private_hosts: list[HostPattern] = []
     """Hosts that may have private or loopback addresses: sites of your own, as `shop.local:7770` (they must be allowed too).
     Link-local addresses, where clouds keep their metadata, stay refused."""
-    credentials: dict[HostPattern, list[Annotated[str, Field(min_length=4)]]] = {}
+    credentials: dict[HostPattern, list[Annotated[SecretStr, Field(min_length=4)]]] = {}
     """Host -> secrets (passwords, keys) that the agent may type there and nowhere else. Password fields take text only on
-    these hosts, and in pages of the environment's own files."""
+    these hosts, and in pages of the environment's own files. Masked wherever the configuration is written."""
 
     @property
     def page_limit(self) -> int:
