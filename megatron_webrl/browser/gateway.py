@@ -29,8 +29,6 @@ ANSWER_S = 10.0
 """A request that is not answered for so long does not count as traffic any more."""
 LOCAL_SCHEMES = ("", "http", "ws")
 
-Resolve = Callable[[str, int], Awaitable[list[str]]]
-
 
 class Refused(Exception):
     """The sandbox refuses a request; the message says why."""
@@ -43,12 +41,11 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class Gateway:
-    """note: is told of each refusal, in words.  resolve: addresses of a name; raises OSError."""
+    """note: is told of each refusal, in words."""
 
-    def __init__(self, allow: AllowList, note: Callable[[str], None], *, resolve: Resolve = resolve) -> None:
+    def __init__(self, allow: AllowList, note: Callable[[str], None]) -> None:
         self._allow = allow
         self._note = note
-        self._resolve = resolve
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._asked: dict[object, float] = {}
@@ -123,7 +120,7 @@ class Gateway:
         if not self._allow.permits_host(host, port):
             raise Refused(f"{host}:{port} is not allowed")
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            addresses = await self._resolve(host, port)
+            addresses = await resolve(host, port)
             for address in addresses:
                 if not self._allow.permits_address(host, port, ipaddress.ip_address(address.partition("%")[0])):
                     raise Refused(f"{host}:{port} has the address {address}, which is not public")

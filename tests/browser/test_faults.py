@@ -162,8 +162,7 @@ async def test_a_hung_page_times_out_and_others_go_on(web: FaultSite, web_pool: 
     await visit(page, f"{web.url}/hang")
     page.timeout_s = 1.0
     with pytest.raises(PageTimeout):
-        await perform(page, CLICK)
-        await page.settle()
+        await do(page, CLICK)
     other = await web_pool.acquire()
     await other.goto(f"{web.url}/index")
     assert (await other.settle()).title == "index"
