@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(shared_pool: PagePool, site: Path) -> AsyncIterator[Page]:
     page = await shared_pool.acquire("site")
-    await page.goto((site / "index.html").as_uri())
+    await page.goto((site / "index.html").as_uri(), until="load")
     yield page
     await shared_pool.release(page, reusable=False)
 
@@ -76,7 +76,7 @@ async def test_screenshots_are_encoded_as_configured(site: Path, config: Browser
         settings = config.model_copy(update={"screenshot_format": encoding, "jpeg_quality": quality})
         pool = PagePool(settings, AllowList(folders=(site,)))
         page = await pool.acquire("site")
-        await page.goto((site / "index.html").as_uri())
+        await page.goto((site / "index.html").as_uri(), until="load")
         await page.evaluate(gradient)
         data, again = await page.screenshot(), await page.screenshot()
         await pool.close()
@@ -116,14 +116,14 @@ async def test_navigation_outside_the_allow_list_is_told_and_does_not_happen(pag
 async def test_the_network_layer_holds_the_allow_list_too(page: Page, site: Path) -> None:
     """Without the check before navigation: no file outside, no link out of the folder, no host, no frame, no pop-up."""
     for url in ("file:///etc/passwd", (site / "link.txt").as_uri(), "http://127.0.0.1:1/", "http://example.com/"):
-        await page.goto((site / "index.html").as_uri())
+        await page.goto((site / "index.html").as_uri(), until="load")
         with pytest.raises(PageError, match="BLOCKED_BY_CLIENT"):
             await page.call(page.raw.goto(url))
-    await page.goto((site / "index.html").as_uri())
+    await page.goto((site / "index.html").as_uri(), until="load")
     await page.evaluate("() => { window.open('file:///etc/passwd'); }")
     frame = """(url) => new Promise(done => { const f = document.createElement('iframe'); f.src = url;
         f.onload = () => done('loaded'); setTimeout(() => done('nothing'), 500); document.body.append(f); })"""
-    await page.evaluate(frame, (site / "link.txt").as_uri())
+    await page.evaluate(frame, (site / "link.txt").as_uri(), until="load")
     assert "secret" not in "".join([await f.evaluate(TEXT) for f in page.raw.frames if not f.is_detached()])
 
 
@@ -155,7 +155,7 @@ async def test_nothing_reaches_a_service_of_this_machine(page: Page) -> None:
 async def test_a_hung_page_times_out_and_the_pool_goes_on(shared_pool: PagePool, site: Path) -> None:
     """An endless loop costs action_timeout_s, not the worker."""
     page = await shared_pool.acquire("site")
-    await page.goto((site / "index.html").as_uri())
+    await page.goto((site / "index.html").as_uri(), until="load")
     page.timeout_s = 1.0
     began = time.monotonic()
     with pytest.raises(PageTimeout):
@@ -163,6 +163,6 @@ async def test_a_hung_page_times_out_and_the_pool_goes_on(shared_pool: PagePool,
     await shared_pool.release(page, reusable=False)
     assert time.monotonic() - began < 8
     other = await shared_pool.acquire("site")
-    await other.goto((site / "index.html").as_uri())
+    await other.goto((site / "index.html").as_uri(), until="load")
     assert await other.evaluate("() => document.title") == "field"
     await shared_pool.release(other, reusable=False)
