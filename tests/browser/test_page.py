@@ -123,7 +123,7 @@ async def test_the_network_layer_holds_the_allow_list_too(page: Page, site: Path
     await page.evaluate("() => { window.open('file:///etc/passwd'); }")
     frame = """(url) => new Promise(done => { const f = document.createElement('iframe'); f.src = url;
         f.onload = () => done('loaded'); setTimeout(() => done('nothing'), 500); document.body.append(f); })"""
-    await page.evaluate(frame, (site / "link.txt").as_uri(), until="load")
+    await page.evaluate(frame, (site / "link.txt").as_uri())
     assert "secret" not in "".join([await f.evaluate(TEXT) for f in page.raw.frames if not f.is_detached()])
 
 
