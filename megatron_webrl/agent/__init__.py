@@ -11,8 +11,8 @@ from megatron_webrl.agent.demonstrate import (
 )
 from megatron_webrl.agent.episode import EpisodeResult, run_episode
 from megatron_webrl.agent.generate import Generate
-from megatron_webrl.agent.prompt import PastStep, build_prompt, system_prompt
-from megatron_webrl.agent.reply import MalformedReply, check_stop, format_call, parse_reply
+from megatron_webrl.agent.prompt import PastStep, Told, build_prompt, fit_prompt, system_prompt
+from megatron_webrl.agent.reply import MalformedReply, Reply, check_stop, format_call, parse_reply
 from megatron_webrl.agent.scripted import ScriptedPolicy
 from megatron_webrl.agent.worker import BrowserWorker
 
@@ -22,13 +22,16 @@ __all__ = [
     "Generate",
     "MalformedReply",
     "PastStep",
+    "Reply",
     "Sample",
     "ScriptedPolicy",
+    "Told",
     "build_prompt",
     "check_scripts",
     "check_stop",
     "collect_samples",
     "demonstrate",
+    "fit_prompt",
     "format_call",
     "load_demonstrations",
     "parse_reply",

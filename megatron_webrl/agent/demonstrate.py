@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megatron_webrl.agent.episode import run_episode
-from megatron_webrl.agent.prompt import PastStep, build_prompt
+from megatron_webrl.agent.prompt import PastStep, Told, build_prompt
 from megatron_webrl.agent.reply import format_call
 from megatron_webrl.agent.scripted import ScriptedPolicy
 from megatron_webrl.browser import SCALE, BrowserFault, PageError, PageTimeout
@@ -77,7 +77,7 @@ def tokenizer_texts(config: RunConfig, samples: Iterable[Sample]) -> list[str]:
     for sample in samples:
         past: list[PastStep] = []
         for action in sample.actions:
-            texts += [build_prompt(config.agent, sample.utterance, past, 1), format_call(action)]
+            texts += [build_prompt(config.agent, Told(sample.utterance, past), 1), format_call(action)]
             past.append(PastStep("", action, True, ""))
     return texts
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from megatron_webrl.agent.generate import Generate
-from megatron_webrl.agent.prompt import PastStep, build_prompt
-from megatron_webrl.agent.reply import MalformedReply, parse_reply
+from megatron_webrl.agent.prompt import PastStep, Told, fit_prompt, keeps
+from megatron_webrl.agent.reply import MalformedReply, Reply, parse_reply
 from megatron_webrl.browser import BrowserFault, PageError, PageTimeout, SiteBlocked
 from megatron_webrl.config import RunConfig
 from megatron_webrl.engine import EngineUnreachable
@@ -189,6 +189,10 @@ class _Run:
         self._lane = lane
         self._window: list[ImageRef] = []
         self._past: list[PastStep] = []
+        self._memory: dict[str, Any] | None = None
+        self._progress: dict[str, Any] | None = None
+        self._malformed = 0
+        """Replies in a row."""
         self._spent_s = 0.0
         """Of the episode's own time, what its steps took: waiting for an engine is not counted, nor is the reset, which may
         wait for a browser and has deadlines of its own."""
@@ -199,19 +203,21 @@ class _Run:
         observe_s = time.monotonic() - began
         while True:
             image = self._see(observation.screenshot)
-            prompt_ids = self._processor.encode(
-                build_prompt(self._config.agent, observation.utterance, self._past, len(self._window))
-            )
-            if _expanded(len(prompt_ids), self._window, self._processor) > self._config.agent.max_prompt_tokens:
+            told = Told(observation.utterance, self._past, self._memory, self._progress)
+            fitting = fit_prompt(self._config.agent, told, len(self._window), self._size, self._processor.encode)
+            if fitting is None:
                 return _Ended(Outcome.FAILURE, "context_overflow")
-            step = await self._ask(prompt_ids, observation)
+            prompt_ids, shown = fitting
+            step = await self._ask(prompt_ids, self._window[-shown:], observation)
             self.images[image.digest] = observation.screenshot
             self.steps.append(step)
             step.act_s = observe_s
             try:
-                step.action = self._parse(step)
+                step.action = self._remember(self._parse(step))
+                self._malformed = 0
             except MalformedReply as error:
                 step.error = str(error)
+                self._malformed += 1
             if self._late():
                 return _Ended(Outcome.FAILURE, "deadline")
             if step.action is not None:
@@ -230,6 +236,8 @@ class _Run:
             if len(self.steps) >= self._assignment.task.horizon:
                 malformed = all(s.action is None for s in self.steps)
                 return _Ended(Outcome.FAILURE, "malformed" if malformed else "horizon")
+            if self._malformed >= self._config.agent.max_malformed:
+                return _Ended(Outcome.FAILURE, "malformed")
             if self._late():
                 return _Ended(Outcome.FAILURE, "deadline")
             began = time.monotonic()
@@ -238,7 +246,7 @@ class _Run:
                 step.changed = image_digest(observation.screenshot) != image.digest
             observe_s = time.monotonic() - began
             self._spent_s += observe_s
-            self._past.append(PastStep(step.title, step.action, step.changed, step.error))
+            self._past.append(PastStep(step.title, step.action, step.changed, step.error, step.notes))
 
     def _conclude(self, utterance: str, page: PageState) -> None:
         actions = [step.action for step in self.steps if step.action is not None]
@@ -252,9 +260,11 @@ class _Run:
         self._window = [*self._window, image][-self._config.agent.history_window :]
         return image
 
-    async def _ask(self, prompt_ids: list[int], observation: Observation) -> Step:
-        """Sample one reply; its step, not parsed yet.  Raises EngineUnreachable."""
-        window = list(self._window)
+    def _size(self, prompt_ids: list[int], shown: int) -> int:
+        return _expanded(len(prompt_ids), self._window[-shown:], self._processor)
+
+    async def _ask(self, prompt_ids: list[int], window: list[ImageRef], observation: Observation) -> Step:
+        """Sample one reply to a prompt that shows `window`; its step, not parsed yet.  Raises EngineUnreachable."""
         images = {i.digest: self.images.get(i.digest, observation.screenshot) for i in window}
         seed = (self._assignment.seed + SEED_STRIDE * len(self.steps)) & 0x7FFFFFFF
         began = time.monotonic()
@@ -286,10 +296,19 @@ class _Run:
             generate_s=generate_s,
         )
 
-    def _parse(self, step: Step) -> dict[str, Any]:
+    def _parse(self, step: Step) -> Reply:
         if step.finish_reason == "length":
             raise MalformedReply("the reply was too long and was cut")
-        return parse_reply(step.text)
+        return parse_reply(step.text, thinking=self._config.agent.thinking)
+
+    def _remember(self, reply: Reply) -> dict[str, Any]:
+        """Keep what the reply remembers; what it leaves out stays as it was.  Returns its action."""
+        memory, progress = keeps(self._config.agent)
+        if memory and reply.memory is not None:
+            self._memory = reply.memory
+        if progress and reply.progress is not None:
+            self._progress = reply.progress
+        return reply.action
 
     def _late(self) -> bool:
         return self._spent_s > self._assignment.deadline_s

@@ -196,7 +196,7 @@ class Page:
     @property
     def raw(self) -> Any:
         if not self._tabs:
-            raise PageError("the page closed itself")
+            raise BrowserFault("the page is gone")
         return self._tabs[-1]
 
     @property

@@ -117,14 +117,21 @@ class TasksConfig(Section):
 class AgentConfig(Section):
     """What the policy sees and how its replies are read."""
 
-    prompt: Literal["short", "vanilla"] = "vanilla"
-    """`vanilla`: the tool's full schema in Qwen's format; `short`: one line, for tiny models."""
-    history_steps: int = Field(default=4, ge=0)
-    """Earlier steps told as one text line each."""
+    prompt: Literal["short", "vanilla", "progress", "additive_memory", "compressive_memory"] = "additive_memory"
+    """What a reply holds before its call: `vanilla`: Intention and Action; `progress`: Progress (JSON) before them;
+    `additive_memory` and `compressive_memory`: Memory (JSON) before that, which only grows, or is rewritten at each step.
+    `short`: nothing; one line instead of the tool's schema, for tiny models."""
+    thinking: bool = False
+    """For Thinking models: the reply begins with a thought, which no later prompt repeats."""
+    history_steps: int = Field(default=30, ge=0)
+    """Earlier steps told as one text line each, at most."""
     history_window: int = Field(default=1, gt=0)
-    """Newest screenshots in the prompt, the present one included."""
+    """Newest screenshots in the prompt, the present one included, at most."""
     max_prompt_tokens: int = Field(default=12_288, gt=0)
-    """A longer prompt, images expanded, ends the episode as failure (context overflow)."""
+    """Of a prompt, images expanded: the oldest lines, then the oldest screenshots are left out of a longer one; if that is
+    not enough the episode ends as failure (context overflow)."""
+    max_malformed: int = Field(default=3, gt=0)
+    """So many malformed replies in a row end the episode as failure."""
     coordinate_step: int = Field(default=1, gt=0, le=100)
     """Coordinates of demonstrations (0 to 1000) are rounded to multiples of it; coarse ones are easier for tiny models."""
     episode_deadline_s: float = Field(default=600.0, gt=0)

@@ -99,6 +99,38 @@ async def test_what_the_policy_brings_about_is_failure_and_trains(
         assert "Step 1: malformed reply: write exactly one" in policy.prompts[1]
 
 
+async def test_malformed_replies_in_a_row_end_the_episode(
+    miniwob: MiniWob, processor: Processor, config: RunConfig
+) -> None:
+    """agent.max_malformed of them; a good one begins the count anew."""
+    agent = config.agent.model_copy(update={"max_malformed": 2})
+    policy = ScriptedPolicy(processor, ["a", MISS, "b", "c", MISS])
+    trajectory, _ = await run(
+        miniwob, processor, config.model_copy(update={"agent": agent}), policy, "click-test", horizon=9
+    )
+    assert (trajectory.outcome, trajectory.reason, trajectory.num_steps) == (Outcome.FAILURE, "malformed", 4)
+
+
+async def test_what_a_reply_remembers_is_in_the_next_prompt(
+    miniwob: MiniWob, processor: Processor, config: RunConfig
+) -> None:
+    """The newest Memory and Progress that were JSON; a thought is nowhere."""
+    agent = config.agent.model_copy(update={"prompt": "additive_memory", "max_prompt_tokens": 10_000, "thinking": True})
+    replies = [
+        f'secret thought</think>Memory: {{"a": 1}}\nProgress: {{"b": 2}}\n{MISS}',
+        f"x</think>Memory: broken\n{MISS}",
+        f'x</think>Memory: {{"c": 3}}\n{MISS}',
+        MISS,
+    ]
+    policy = ScriptedPolicy(processor, replies)
+    await run(miniwob, processor, config.model_copy(update={"agent": agent}), policy, "click-test", horizon=4)
+    told = [prompt.split("<|im_start|>user")[1] for prompt in policy.prompts]
+    assert "Memory" not in told[0]
+    assert all('Memory: {"a": 1}\nProgress: {"b": 2}\n' in prompt for prompt in told[1:3])
+    assert 'Memory: {"c": 3}\nProgress: {"b": 2}\n' in told[3]
+    assert not any("thought" in prompt for prompt in told)
+
+
 async def test_a_reply_that_was_cut_is_malformed(miniwob: MiniWob, processor: Processor, config: RunConfig) -> None:
     """Even if what is there reads well: the policy did not end it."""
     scripted = ScriptedPolicy(processor, await oracle(miniwob, "click-test"))

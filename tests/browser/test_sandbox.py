@@ -134,7 +134,11 @@ async def test_a_page_reaches_nothing_by_itself(page: Page, inside: FaultSite) -
     """No fetch, image, beacon, socket, event source, frame, form, worker, WebRTC candidate or prefetch gets through."""
     tries = """async (host) => {
       const url = `http://${host}/index`;
-      const add = (tag, set) => { const e = document.createElement(tag); Object.assign(e, set); document.body.append(e); return e; };
+      const add = (tag, set) => {
+        const e = Object.assign(document.createElement(tag), set);
+        document.body.append(e);
+        return e;
+      };
       new Image().src = url; navigator.sendBeacon(url, 'x'); new EventSource(url); new WebSocket(`ws://${host}/`);
       add('iframe', {src: url}); add('iframe', {src: 'file:///etc/passwd'}); add('link', {rel: 'prefetch', href: url});
       add('link', {rel: 'preconnect', href: url}); add('script', {src: url}); add('object', {data: url});
