@@ -147,6 +147,18 @@ class Step(msgspec.Struct, gc=False):
     """Seconds of browser work (observe and act)."""
 
 
+class JudgeCost(msgspec.Struct, gc=False):
+    """What a model that judged an episode took."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    """From the first question to the verdict, waiting included."""
+    cost: float = 0.0
+    """By judge.price_prompt and judge.price_completion."""
+
+
 class Trajectory(msgspec.Struct, gc=False):
     """An attempt that ended: envelope and payload."""
 
@@ -172,6 +184,8 @@ class Trajectory(msgspec.Struct, gc=False):
     """`encode_steps(steps)`."""
     verdict: str = ""
     """What the judge said, in words; empty where none was asked."""
+    judge_cost: JudgeCost | None = None
+    """None where no model judged."""
 
 
 class Group(msgspec.Struct, gc=False):

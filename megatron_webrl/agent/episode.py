@@ -21,6 +21,7 @@ from megatron_webrl.trajectory import (
     INT32,
     Assignment,
     ImageRef,
+    JudgeCost,
     Outcome,
     Step,
     Trajectory,
@@ -57,6 +58,7 @@ class _Ended(NamedTuple):
     reason: str
     reward: float = 0.0
     verdict: str = ""
+    cost: JudgeCost | None = None
 
 
 RULINGS = {
@@ -130,6 +132,7 @@ async def run_episode(
         finished_at=time.time(),
         payload=encode_steps(run.steps if trains else []),
         verdict=ended.verdict,
+        judge_cost=ended.cost,
     )
     return EpisodeResult(trajectory, run.images if trains else {})
 
@@ -141,7 +144,7 @@ async def _judged(judge: Judge, evidence: Evidence, trace: Trace | None, lane: s
         except Exception:
             log.exception("%s: the judge failed", evidence.task.task_id)
             return _Ended(Outcome.FAULT, "judge_fault")
-    return _Ended(*RULINGS[verdict.ruling], verdict.reasons[:VERDICT_CHARACTERS])
+    return _Ended(*RULINGS[verdict.ruling], verdict.reasons[:VERDICT_CHARACTERS], verdict.cost)
 
 
 def _expanded(prompt_tokens: int, images: Sequence[ImageRef], processor: Processor) -> int:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_webrl.agent.loose_json import read_json, strict_json
 from megatron_webrl.browser import ACTIONS, SCALE, check_action
 from megatron_webrl.errors import UserError
+from megatron_webrl.loose_json import read_json, strict_json
 
 TOOL = "computer_use"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -35,9 +35,14 @@ class TasksConfig(Section):
     """What is practised and what is held out."""
 
     environment: str = "miniwob"
-    """`miniwob`: MiniWoB++, in real Chromium; `module:Class`: an environment of your own (docs/tasks.md)."""
-    names: list[str] = Field(min_length=1)
-    """The environment's tasks, for example `click-test` of MiniWoB++."""
+    """`miniwob`: MiniWoB++, in real Chromium; `webgym`: rows of task files, on the web; `module:Class`: an environment of
+    your own (docs/tasks.md)."""
+    names: list[str] = []
+    """The environment's tasks, for example `click-test` of MiniWoB++; webgym has its files instead."""
+    train_file: Path | None = None
+    """Of webgym: JSONL of the tasks to practise."""
+    held_out_file: Path | None = None
+    """Of webgym: JSONL of the tasks of evaluation; none may be in `train_file`."""
     train_seeds: tuple[int, int] = (0, 1500)
     """Page seeds of training: first, end (exclusive)."""
     held_out_seeds: tuple[int, int] = (500_000, 600_000)
@@ -59,6 +64,35 @@ class TasksConfig(Section):
     def level(self, name: str) -> int:
         """Difficulty of a task's name."""
         return self.difficulty.get(name, 1)
+
+    @model_validator(mode="after")
+    def _source(self) -> TasksConfig:
+        files = {"train_file": self.train_file, "held_out_file": self.held_out_file}
+        if self.environment == "webgym":
+            if missing := [key for key, file in files.items() if file is None]:
+                raise ValueError(f"tasks.{missing[0]}=null with tasks.environment=webgym: give a JSONL file of tasks")
+            if self.names:
+                raise ValueError(
+                    f"tasks.names={self.names} has no meaning with tasks.environment=webgym, whose tasks are rows of files: "
+                    "leave it out"
+                )
+            if self.sampler == "adaptive":
+                raise ValueError(
+                    "tasks.sampler=adaptive learns a task's success from its groups, and rows of tasks.environment=webgym are "
+                    "rarely drawn twice: use uniform or difficulty"
+                )
+            return self
+        if not self.names:
+            raise ValueError(
+                f"tasks.names=[] with tasks.environment={self.environment}: name the tasks to practise, as [click-test]"
+            )
+        for key, file in files.items():
+            if file is not None:
+                raise ValueError(
+                    f"tasks.{key}={file} has no meaning with tasks.environment={self.environment}: leave it out, or set "
+                    "tasks.environment=webgym"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ranges(self) -> TasksConfig:
@@ -95,6 +129,8 @@ class TasksConfig(Section):
                 f"tasks.difficulty_weights={self.difficulty_weights} has no meaning with tasks.sampler={self.sampler}: set "
                 "tasks.sampler=difficulty or remove the weights"
             )
+        if self.environment == "webgym":
+            return self
         levels = {self.level(name) for name in self.names}
         if self.sampler == "difficulty" and len(levels) == 1:
             raise ValueError(
@@ -194,6 +230,37 @@ class BrowserConfig(Section):
     def view(self) -> tuple[int, int]:
         """Width and height that the agent sees."""
         return self.screenshot or self.viewport
+
+
+class JudgeConfig(Section):
+    """The rubric judge: a model behind an OpenAI-compatible endpoint that sees screenshots.  Limits are a worker's."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """Base URL, as `http://judge:8000/v1`; null: tasks that need a rubric judge are refused."""
+    model: str = ""
+    """Its name there."""
+    api_key_env: str | None = None
+    """Environment variable of the workers that holds the API key; null: none is sent."""
+    images: int = Field(default=4, gt=0)
+    """Screenshots that it sees at once: the most relevant ones, the last among them."""
+    max_tokens: int = Field(default=1024, gt=0)
+    """Of one reply."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of one request."""
+    deadline_s: float = Field(default=900.0, gt=0)
+    """Deadline of one judgement; then it is a judge fault, and the attempt is issued again."""
+    retries: int = Field(default=4, ge=0)
+    """Of one request: after time-outs, 429 and 5xx, with back-off, and after replies that are no verdict."""
+    concurrent: int = Field(default=8, gt=0)
+    """Most requests at once."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Most requests a minute; null: no limit."""
+    cache_entries: int = Field(default=4096, ge=0)
+    """Verdicts that are kept in memory, by content, so that the same question is not paid twice."""
+    price_prompt: float = Field(default=0.0, ge=0)
+    """Of a million prompt tokens, in the currency of `judge/cost`."""
+    price_completion: float = Field(default=0.0, ge=0)
+    """Of a million completion tokens."""
 
 
 class SamplingConfig(Section):
@@ -599,6 +666,7 @@ class RunConfig(Section):
     tasks: TasksConfig
     agent: AgentConfig = AgentConfig()
     browser: BrowserConfig = BrowserConfig()
+    judge: JudgeConfig = JudgeConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     refresh: RefreshConfig = RefreshConfig()
@@ -636,7 +704,7 @@ class RunConfig(Section):
                 f"browser.screenshot={list(view)} exceeds browser.viewport={list(viewport)}: enlarge the viewport"
             )
         held_out = (self.tasks.held_out_seeds[1] - self.tasks.held_out_seeds[0]) * len(self.tasks.names)
-        if self.evaluation.episodes > held_out:
+        if self.tasks.names and self.evaluation.episodes > held_out:
             raise ValueError(
                 f"evaluation.episodes={self.evaluation.episodes} exceeds the {held_out} pages of tasks.held_out_seeds × "
                 "tasks.names: widen held_out_seeds"

@@ -21,6 +21,7 @@ from megatron_webrl.tasks.sampler import (
     demonstration_tasks,
     held_out_tasks,
     make_sampler,
+    train_source,
 )
 from megatron_webrl.tasks.web import WebEnvironment, WebEpisode
 
@@ -49,4 +50,5 @@ __all__ = [
     "make_environment",
     "make_sampler",
     "task_names",
+    "train_source",
 ]

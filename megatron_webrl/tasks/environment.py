@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-from megatron_webrl.trajectory import Task
+from megatron_webrl.trajectory import JudgeCost, Task
 
 
 class Observation(NamedTuple):
@@ -74,6 +74,7 @@ class Verdict(NamedTuple):
     ruling: Ruling
     reasons: str = ""
     """For people: why."""
+    cost: JudgeCost | None = None
 
 
 Judge = Callable[[Evidence], Awaitable[Verdict]]

@@ -9,6 +9,8 @@ from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.tasks.environment import Environment
 from megatron_webrl.tasks.miniwob import MiniWob
+from megatron_webrl.tasks.webgym import ENVIRONMENT as WEBGYM
+from megatron_webrl.tasks.webgym import WebGym
 
 
 def make_environment(config: RunConfig) -> Environment:
@@ -25,13 +27,13 @@ def check_environment(config: RunConfig) -> None:
 
 def _kind(config: RunConfig) -> Any:
     name = config.tasks.environment
-    if name == "miniwob":
-        return MiniWob
+    if name in (built_in := {"miniwob": MiniWob, WEBGYM: WebGym}):
+        return built_in[name]
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f"tasks.environment={name!r} is neither miniwob nor a class that can be imported ({error}): give it as "
+            f"tasks.environment={name!r} is neither miniwob nor webgym nor a class that can be imported ({error}): give it as "
             "module:Class, with the module on PYTHONPATH"
         ) from None

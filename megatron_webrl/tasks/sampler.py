@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megatron_webrl.config import TasksConfig
+from megatron_webrl.errors import UserError
+from megatron_webrl.tasks.webgym import TaskFile
 from megatron_webrl.trajectory import Task
 
 EXPLORATION = 0.1
@@ -15,10 +18,58 @@ DECAY = 0.9
 """What a name's counts are multiplied with at each new group of it: they hold its newest 1/(1 − DECAY) = 10 groups."""
 
 
-def make_task(config: TasksConfig, name: str, seed: int) -> Task:
-    """The task `name` with the page of `seed`."""
-    level = config.level(name)
-    return Task(f"{config.environment}/{name}/{seed}", config.environment, name, seed, config.horizon(level), level)
+class TaskSource(Protocol):
+    """Tasks to draw from, by number."""
+
+    seeds: tuple[int, int]
+    """Of their pages: first, end (exclusive)."""
+
+    def __len__(self) -> int: ...
+
+    def level(self, index: int) -> int:
+        """Difficulty, 1 (easy) to 15."""
+
+    def task(self, index: int, seed: int) -> Task:
+        """The task of a number with the page of `seed`."""
+
+    def practises(self, task: Task) -> bool:
+        """Whether the task is one of these."""
+
+
+class NamedTasks:
+    """tasks.names, each with the pages of `seeds`."""
+
+    def __init__(self, config: TasksConfig, seeds: tuple[int, int]) -> None:
+        self._config = config
+        self.seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self._config.names)
+
+    def level(self, index: int) -> int:
+        """Difficulty of a name."""
+        return self._config.level(self._config.names[index])
+
+    def task(self, index: int, seed: int) -> Task:
+        """The task of a name with the page of `seed`."""
+        name, environment, level = self._config.names[index], self._config.environment, self.level(index)
+        return Task(f"{environment}/{name}/{seed}", environment, name, seed, self._config.horizon(level), level)
+
+    def practises(self, task: Task) -> bool:
+        """Whether name and seed are among these."""
+        first, end = self.seeds
+        return (
+            task.environment == self._config.environment
+            and task.name in self._config.names
+            and first <= task.seed < end
+        )
+
+
+def train_source(config: TasksConfig) -> TaskSource:
+    """What is practised.  Raises UserError for a task file that cannot be read."""
+    if config.train_file is not None:
+        return TaskFile(config.train_file, "tasks.train_file", config)
+    return NamedTasks(config, config.train_seeds)
 
 
 class Sampler(Protocol):
@@ -42,17 +93,17 @@ class Sampler(Protocol):
 
 
 class _Memoryless:
-    """What the samplers share; remembers nothing.  Page seeds are uniform in tasks.train_seeds."""
+    """What the samplers share; remembers nothing.  Page seeds are uniform."""
 
-    def __init__(self, config: TasksConfig, seed: int) -> None:
-        self._config = config
+    def __init__(self, source: TaskSource, seed: int) -> None:
+        self._source = source
         self._seed = seed
 
     def draw(self, n: int) -> Task:
         dice = random.Random(f"{self._seed}/task/{n}")
-        return make_task(self._config, self._name(n, dice), dice.randrange(*self._config.train_seeds))
+        return self._source.task(self._index(n, dice), dice.randrange(*self._source.seeds))
 
-    def _name(self, n: int, dice: random.Random) -> str:
+    def _index(self, n: int, dice: random.Random) -> int:
         raise NotImplementedError
 
     def observe(self, task: Task, rewards: Sequence[float]) -> None:
@@ -65,37 +116,42 @@ class _Memoryless:
         pass
 
     def practises(self, task: Task) -> bool:
-        first, end = self._config.train_seeds
-        return (
-            task.environment == self._config.environment
-            and task.name in self._config.names
-            and first <= task.seed < end
-        )
+        return self._source.practises(task)
 
 
 class UniformSampler(_Memoryless):
-    """Each round of draws goes once through all names, in a fresh shuffle."""
+    """Each round of draws goes once through all tasks, in a fresh shuffle."""
 
-    def _name(self, n: int, dice: random.Random) -> str:
-        round_, place = divmod(n, len(self._config.names))
-        names = list(self._config.names)
-        random.Random(f"{self._seed}/round/{round_}").shuffle(names)
-        return names[place]
+    _round = -1
+    _order: array[int]
+
+    def _index(self, n: int, dice: random.Random) -> int:
+        round_, place = divmod(n, len(self._source))
+        if round_ != self._round:
+            self._round, self._order = round_, array("I", range(len(self._source)))
+            random.Random(f"{self._seed}/round/{round_}").shuffle(self._order)
+        return self._order[place]
 
 
 class DifficultySampler(_Memoryless):
-    """P(level) ∝ tasks.difficulty_weights (1 where none is given) among the levels that have names; names of a level alike."""
+    """P(level) ∝ tasks.difficulty_weights (1 where none is given) among the levels that have tasks; tasks of a level alike.
+    Raises UserError if the weights leave none."""
 
-    def __init__(self, config: TasksConfig, seed: int) -> None:
-        super().__init__(config, seed)
-        self._levels: dict[int, list[str]] = {}
-        for name in config.names:
-            self._levels.setdefault(config.level(name), []).append(name)
-        self._weights = [config.difficulty_weights.get(level, 1.0) for level in self._levels]
+    def __init__(self, source: TaskSource, seed: int, weights: Mapping[int, float]) -> None:
+        super().__init__(source, seed)
+        self._levels: dict[int, array[int]] = {}
+        for index in range(len(source)):
+            self._levels.setdefault(source.level(index), array("I")).append(index)
+        self._weights = [weights.get(level, 1.0) for level in self._levels]
+        if not any(self._weights):
+            raise UserError(
+                f"tasks.difficulty_weights={dict(weights)} leaves no task to draw: give one of the levels {sorted(self._levels)} "
+                "more than 0"
+            )
 
-    def _name(self, n: int, dice: random.Random) -> str:
-        (names,) = dice.choices(list(self._levels.values()), self._weights)
-        return dice.choice(names)
+    def _index(self, n: int, dice: random.Random) -> int:
+        (indices,) = dice.choices(list(self._levels.values()), self._weights)
+        return dice.choice(indices)
 
 
 class AdaptiveSampler(_Memoryless):
@@ -107,7 +163,8 @@ class AdaptiveSampler(_Memoryless):
     """
 
     def __init__(self, config: TasksConfig, seed: int, group_size: int) -> None:
-        super().__init__(config, seed)
+        super().__init__(NamedTasks(config, config.train_seeds), seed)
+        self._names = config.names
         self._group_size = group_size
         self._rates: dict[str, tuple[float, float]] = {}
 
@@ -124,7 +181,7 @@ class AdaptiveSampler(_Memoryless):
 
     def probabilities(self) -> list[float]:
         """Of each of tasks.names, [names]; Σ = 1."""
-        weights = [self._mixed(*self.rate(name)) for name in self._config.names]
+        weights = [self._mixed(*self.rate(name)) for name in self._names]
         total = sum(weights)
         return [EXPLORATION / len(weights) + (1 - EXPLORATION) * weight / total for weight in weights]
 
@@ -132,29 +189,38 @@ class AdaptiveSampler(_Memoryless):
         p = (successes + 0.5) / (episodes + 1)
         return 1 - p**self._group_size - (1 - p) ** self._group_size
 
-    def _name(self, n: int, dice: random.Random) -> str:
-        return dice.choices(self._config.names, self.probabilities())[0]
+    def _index(self, n: int, dice: random.Random) -> int:
+        return dice.choices(range(len(self._names)), self.probabilities())[0]
 
 
 def make_sampler(config: TasksConfig, seed: int, group_size: int) -> Sampler:
-    """The sampler that tasks.sampler names.  seed: of the run."""
+    """The sampler that tasks.sampler names.  seed: of the run.  Raises UserError for a task file that cannot be read."""
     if config.sampler == "adaptive":
         return AdaptiveSampler(config, seed, group_size)
-    return {"uniform": UniformSampler, "difficulty": DifficultySampler}[config.sampler](config, seed)
+    source = train_source(config)
+    if config.sampler == "difficulty":
+        return DifficultySampler(source, seed, config.difficulty_weights)
+    return UniformSampler(source, seed)
 
 
 def held_out_tasks(config: TasksConfig, n: int) -> list[Task]:
-    """n tasks on held-out pages, the same ones for the same configuration: names in turn, seeds spread evenly over the
-    range.  Raises ValueError if there are fewer pages."""
+    """n held-out tasks, the same ones for the same configuration: rows spread evenly over tasks.held_out_file, or names in
+    turn with seeds spread evenly over tasks.held_out_seeds.  Raises ValueError if there are fewer."""
+    if config.held_out_file is not None:
+        file = TaskFile(config.held_out_file, "tasks.held_out_file", config)
+        if n > len(file):
+            raise ValueError(f"{n} held-out tasks exceed the {len(file)} rows of tasks.held_out_file")
+        return [file.task(i * len(file) // n, 0) for i in range(n)]
     first, end = config.held_out_seeds
-    names = config.names
-    a_name = -(-n // len(names))
+    source = NamedTasks(config, config.held_out_seeds)
+    a_name = -(-n // len(source))
     if a_name > end - first:
-        raise ValueError(f"{n} held-out tasks exceed the {(end - first) * len(names)} pages of tasks.held_out_seeds")
+        raise ValueError(f"{n} held-out tasks exceed the {(end - first) * len(source)} pages of tasks.held_out_seeds")
     seeds = [first + i * (end - first) // a_name for i in range(a_name)]
-    return [make_task(config, names[i % len(names)], seeds[i // len(names)]) for i in range(n)]
+    return [source.task(i % len(source), seeds[i // len(source)]) for i in range(n)]
 
 
 def demonstration_tasks(config: TasksConfig) -> list[Task]:
     """Every name with every demonstration seed, names in turn."""
-    return [make_task(config, name, seed) for seed in range(*config.demonstration_seeds) for name in config.names]
+    source = NamedTasks(config, config.demonstration_seeds)
+    return [source.task(index, seed) for seed in range(*config.demonstration_seeds) for index in range(len(source))]

@@ -66,7 +66,7 @@ def test_overrides_win_and_later_ones_win(file: Path):
         ("replay.eta=-1", ["replay.eta=-1", "greater than or equal to 0"]),
         ("replay.eta=two", ["replay.eta='two'", "valid integer"]),
         ("trainer.dtype=float16", ["trainer.dtype='float16'", "'float32' or 'bfloat16'"]),
-        ("tasks.names=[]", ["tasks.names=[]", "give at least one"]),
+        ("tasks.names=[]", ["tasks.names=[]", "name the tasks"]),
         ("name=../run", ["name='../run'"]),
         ("tasks.names.0=click-button", ["tasks.names.0=click-button", "replaced whole"]),
         ("replay.eta=???", ["replay.eta", "give a value"]),

@@ -19,6 +19,7 @@ from megatron_webrl.tasks import (
     held_out_tasks,
     make_sampler,
     task_names,
+    train_source,
 )
 from megatron_webrl.tasks.sampler import DECAY, EXPLORATION
 from megatron_webrl.trajectory import Task
@@ -33,7 +34,7 @@ G = 8
 
 
 def test_the_uniform_sampler_draws_every_name_once_a_round_in_an_order_that_changes() -> None:
-    sampler = UniformSampler(CONFIG, 0)
+    sampler = UniformSampler(train_source(CONFIG), 0)
     rounds = [[sampler.draw(3 * i + j) for j in range(3)] for i in range(40)]
     assert all({t.name for t in round_} == set(NAMES) for round_ in rounds)
     assert len({tuple(t.name for t in round_) for round_ in rounds}) > 3
@@ -51,13 +52,13 @@ def test_a_draw_depends_on_seed_number_and_rates_alone(config: TasksConfig) -> N
 
 
 def test_tasks_have_the_difficulty_of_their_name() -> None:
-    for tasks in ([UniformSampler(LEVELLED, 0).draw(n) for n in range(3)], held_out_tasks(LEVELLED, 3)):
+    for tasks in ([UniformSampler(train_source(LEVELLED), 0).draw(n) for n in range(3)], held_out_tasks(LEVELLED, 3)):
         assert {t.name: t.difficulty for t in tasks} == {"click-test": 1, "focus-text": 1, "enter-text": 4}
 
 
 def test_a_task_is_practised_on_train_pages_only() -> None:
     """A configuration that changed between two starts of a run must not train on pages that are held out now."""
-    sampler = UniformSampler(CONFIG, 0)
+    sampler = UniformSampler(train_source(CONFIG), 0)
     assert sampler.practises(Task("", "miniwob", "click-test", 49, 10))
     assert not sampler.practises(Task("", "miniwob", "click-test", 50, 10))
     assert not sampler.practises(Task("", "miniwob", "click-link", 0, 10))
@@ -84,7 +85,11 @@ def test_levels_are_drawn_in_proportion_to_their_weights_and_names_of_a_level_al
 ) -> None:
     """A level without a weight has 1."""
     config = LEVELLED.model_copy(update=dict(difficulty_weights=weights))
-    assert_near(frequencies(DifficultySampler(config, 3), 4000), dict(zip(NAMES, expected, strict=True)), 4000)
+    assert_near(
+        frequencies(DifficultySampler(train_source(config), 3, config.difficulty_weights), 4000),
+        dict(zip(NAMES, expected, strict=True)),
+        4000,
+    )
 
 
 def test_the_adaptive_sampler_draws_by_the_probability_of_mixed_rewards() -> None:
@@ -120,7 +125,7 @@ def practise(sampler: Sampler, success: dict[str, float], draws: int, first: int
 def test_the_adaptive_sampler_wastes_fewer_groups_starves_none_and_follows_the_policy() -> None:
     """Names at p = 0, ½, 1: a third of uniform's groups teach.  When the policy learns the first, it is practised again."""
     success = {"click-test": 0.0, "focus-text": 0.5, "enter-text": 1.0}
-    uniform = practise(UniformSampler(CONFIG, 0), success, 1000)
+    uniform = practise(UniformSampler(train_source(CONFIG), 0), success, 1000)
     sampler = AdaptiveSampler(ADAPTIVE, 0, G)
     adaptive = practise(sampler, success, 1000)
     wasted = [sum(not mixed for _, mixed in groups) / len(groups) for groups in (uniform, adaptive)]
