@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong input (one line says key, value an
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import signal
 import sys
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         hint = " (keys of the configuration are written without dashes)" if any("=" in word for word in odd) else ""
         parser.error(f"unrecognized arguments: {' '.join(odd)}{hint}")
     resume = getattr(arguments, "resume", None)
-    if resume and re.match(r"[A-Za-z_][\w.]*=", resume):  # key=value after a bare --resume
+    if isinstance(resume, str) and re.match(r"[A-Za-z_][\w.]*=", resume):  # key=value after a bare --resume
         arguments.overrides.append(resume)
         arguments.resume = NEWEST
     if rest:  # key=value after an option
@@ -111,8 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     sft.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
 
-    evaluate = command("eval", _eval, "Measure success of model.path on the held-out tasks.")
+    evaluate = command(
+        "eval", _eval, "Measure success of model.path, or of evaluation.endpoint, on the held-out tasks."
+    )
     overrides(evaluate)
+    evaluate.add_argument(
+        "--resume", action="store_true", help="go on with the evaluation in run_dir: episodes with a result are kept"
+    )
+    evaluate.add_argument("--dry-run", action="store_true", help="check everything; print configuration and placement")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
 
     demo = command(
         "demo",
@@ -190,7 +198,7 @@ def _train(arguments: argparse.Namespace) -> int:
             return 0
         result = launch.train(config, display, resume=resume)
         for name, state in result.evaluations.items():
-            display.say(_success(name, state))
+            display.say("\n".join([f"Evaluation {name}:", *launch.report(state)]))
         display.say(_account(result.status.account))
         display.say(f"Results in {config.run_dir}: metrics.jsonl, checkpoints/, model_final/, trajectories/")
     return 0
@@ -210,8 +218,17 @@ def _eval(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
+    if arguments.dry_run:
+        print(launch.dry_run_evaluation(config))
+        return 0
     with launch.Display(config.name) as display:
-        display.say(_success("of " + str(config.model.path), launch.evaluate(config, display)))
+        state = launch.evaluate(config, display, resume=arguments.resume)
+        measured = f"{config.evaluation.endpoint_model} at {config.evaluation.endpoint}"
+        display.say(f"Evaluation of {measured if config.evaluation.endpoint else config.model.path}:")
+        display.say("\n".join(launch.report(state)))
+        display.say(f"All figures: {config.run_dir}/evaluation_{state.name}.json")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(launch.summary(state), indent=1) + "\n")
     return 0
 
 
@@ -257,14 +274,6 @@ def _convert(arguments: argparse.Namespace) -> int:
         verdict = f"Different: {len(found.differing)}" if found.differing else "Equal"
         display.say(f"{verdict}: {found.tensors} tensors, {found.parameters:,} parameters, SHA-256 {found.digest}")
     return 1 if found.differing else 0
-
-
-def _success(name: str, state: Any) -> str:
-    from megatron_webrl.observe import wilson
-
-    low, high = wilson(state.successes, state.total)
-    share = state.successes / state.total
-    return f"Success {name}: {share:.1%} (95%: {low:.1%}–{high:.1%}) of {state.total} episodes, {state.faults} without result"
 
 
 def _account(account: Any) -> str:

@@ -138,9 +138,11 @@ def _conclude(config: RunConfig, run_dir: Path, result: RunResult, minutes: dict
     probes = [r[k] for r in rows for k in ("engine/logprob_diff_max", "engine/refresh_logprob_diff_max") if k in r]
     summary |= {
         "episodes_evaluated": result.evaluations["after"].total,
-        "episodes_without_result": {when: result.evaluations[when].faults for when in ("before", "after")},
+        "episodes_without_result": {
+            when: result.evaluations[when].faults + result.evaluations[when].blocked for when in ("before", "after")
+        },
         "success_by_task": {
-            when: {name: s / n for name, (s, n) in sorted(result.evaluations[when].by_task.items())}
+            when: {name: s / n for name, (s, _, n) in sorted(result.evaluations[when].by_task.items())}
             for when in ("before", "after")
         },
         "trajectories_trained": account.trained,

@@ -30,6 +30,13 @@ def check_writable(key: str, directory: Path) -> None:
         raise UserError(f"{key}={directory}: {nearest} cannot be written to by this user: give another directory")
 
 
+def replace_file(file: Path, text: str) -> None:
+    """Write a small file: whole, or as it was."""
+    new = file.with_name(f".{file.name}.partial")
+    new.write_text(text)
+    os.replace(new, file)
+
+
 def _lock_file(run_dir: Path) -> IO[str]:
     """`run_dir`/lock, held while it is open."""
     while True:

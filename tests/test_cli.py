@@ -76,7 +76,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         ("model.path=/nowhere", ("model.path=/nowhere", "does not exist")),
         ("browser.executable=/nowhere/chromium", ("browser.executable", "/nowhere/chromium")),
         ("trainer.parallel.tp=3", ("trainer.parallel.tp=3", "4 attention heads", "[1, 2]")),
-        ("tasks.names=[]", ("tasks.names", "at least one")),
+        ("tasks.names=[]", ("tasks.names=[]", "name the tasks")),
         ("tasks.names=[click-tset]", ("click-tset", "click-test")),
         ("sampling.stop=[no token]", ("sampling.stop", "'no token'", "one token")),
         ("sampling.stop=['\"']", ("sampling.stop", "part of every tool call")),

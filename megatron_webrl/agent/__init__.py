@@ -9,6 +9,7 @@ from megatron_webrl.agent.demonstrate import (
     save_demonstrations,
     tokenizer_texts,
 )
+from megatron_webrl.agent.endpoint import check_endpoint
 from megatron_webrl.agent.episode import EpisodeResult, run_episode
 from megatron_webrl.agent.generate import Generate
 from megatron_webrl.agent.prompt import PastStep, Told, build_prompt, fit_prompt, system_prompt
@@ -27,6 +28,7 @@ __all__ = [
     "ScriptedPolicy",
     "Told",
     "build_prompt",
+    "check_endpoint",
     "check_scripts",
     "check_stop",
     "collect_samples",

@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 
+from megatron_webrl.agent.endpoint import EndpointPolicy
 from megatron_webrl.agent.episode import EpisodeResult, Trace, run_episode
 from megatron_webrl.browser import find_chromium
 from megatron_webrl.config import RunConfig
@@ -101,14 +102,18 @@ class BrowserWorker:
         self._coordinator, self._store = (
             Client(address, self._run_id, self.name, keys=self._keys) for address in self._addresses
         )
-        self._generation = GenerationClient(
-            self._coordinator,
-            self.config.sampling,
-            self._processor.banned_ids(),
-            self._processor.stop_ids(),
-            self.config.engine.request_timeout_s,
-            keys=self._keys,
-        )
+        self._generation: GenerationClient | EndpointPolicy
+        if self.config.evaluation.endpoint is not None:
+            self._generation = EndpointPolicy(self.config, self._processor)
+        else:
+            self._generation = GenerationClient(
+                self._coordinator,
+                self.config.sampling,
+                self._processor.banned_ids(),
+                self._processor.stop_ids(),
+                self.config.engine.request_timeout_s,
+                keys=self._keys,
+            )
         stopped = asyncio.ensure_future(self._stopping.wait())
         try:
             while not self._stopping.is_set():

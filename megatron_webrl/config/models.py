@@ -620,16 +620,39 @@ class SftConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Success on held-out seeds, before and after."""
+    """Success on held-out tasks: before and after training, beside it, or alone (`megatron-webrl eval`)."""
 
     episodes: int = Field(default=1000, ge=0)
-    """Episodes each time, spread evenly over the tasks; 0 leaves evaluation out."""
+    """Tasks each time, spread evenly over the held-out ones; 0 leaves evaluation out."""
+    seeds: int = Field(default=1, gt=0)
+    """Episodes a task, with as many seeds of the sampler."""
+    every: int | None = Field(default=None, gt=0)
+    """Train steps between evaluations that run beside training, on slots of their own, and never hold it up; null: none."""
+    concurrent: int | None = Field(default=None, gt=0)
+    """Most episodes at once of an evaluation beside training; null: a quarter of all slots."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the fewest tokens with this share of the probability; 1 is all."""
     top_k: int = Field(default=0, ge=0)
     """Sample from so many most likely tokens; 0 is all."""
+    timeout_s: float = Field(default=6 * 3600.0, gt=0)
+    """Deadline of an evaluation that training waits for, or that runs alone."""
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Of `eval`: base URL of an OpenAI-compatible server whose model is measured instead of `model.path`, as
+    `http://host:8000/v1`; `model.path` then gives tokenizer and image processor only."""
+    endpoint_model: str = ""
+    """Its name there."""
+    api_key_env: str | None = None
+    """Environment variable of the workers that holds the endpoint's API key; null: none is sent."""
+
+    @model_validator(mode="after")
+    def _endpoint(self) -> EvaluationConfig:
+        if self.endpoint is not None and not self.endpoint_model:
+            raise ValueError(
+                f"evaluation.endpoint_model='' with evaluation.endpoint={self.endpoint}: name the model that is measured"
+            )
+        return self
 
 
 class ObserveConfig(Section):

@@ -58,7 +58,7 @@ def train_recorded(config: RunConfig, display: Display, *, resume: Resume = None
         checkpoint = check_run_dir(config, resume)
         batches, placed = check_recorded(config, checkpoint)
         arguments = {"config": config, "resume": checkpoint}
-        arguments["wandb_id"] = identify(run_dir, checkpoint, "train")["run_id"]
+        arguments["wandb_id"] = identify(run_dir, "train", again=checkpoint is not None)["run_id"]
         (run_dir / "config.yaml").write_text(dump(config))
         with Cluster(f"recorded-{uuid.uuid4().hex[:8]}", run_dir / "logs") as cluster:
             _start_trainer(cluster, placed, roles.recorded, arguments)

@@ -59,7 +59,7 @@ def place(config: RunConfig, sockets: Path, gpus: Sequence[str], *, with_trainer
 
     tp = config.engine.tp
     roles = [RolePlace("store", address("store"), ()), RolePlace("coordinator", address("coordinator"), ())]
-    for i in range(config.engine.hosts):
+    for i in range(config.engine.hosts if config.evaluation.endpoint is None else 0):
         name = f"engine-{i}"
         mine = tuple(gpus[(len(trainer) + i * tp + k) % len(gpus)] for k in range(tp)) if gpus else ()
         if len(set(mine)) < len(mine):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_webrl.config import RunConfig
 from megatron_webrl.errors import UserError
-from megatron_webrl.run_directory import checkpoint_step, checkpoints, newest_checkpoint
+from megatron_webrl.run_directory import checkpoint_step, checkpoints, newest_checkpoint, replace_file
 
 Resume = Literal["newest", "auto"] | Path | None
 """`newest`: the newest checkpoint of run_dir, which must have one; `auto`: that, or the beginning while there is none; a
@@ -96,6 +95,4 @@ def earlier_start(run_dir: Path) -> dict[str, Any]:
 
 def write_start(run_dir: Path, identity: dict[str, Any]) -> None:
     """Say in `run_dir`/run.json what `earlier_start` reads: whole, or as it was."""
-    new = run_dir / ".run.json.partial"
-    new.write_text(json.dumps(identity) + "\n")
-    os.replace(new, run_dir / "run.json")
+    replace_file(run_dir / "run.json", json.dumps(identity) + "\n")

@@ -31,6 +31,7 @@ async def coordinator(
     store_address: str,
     keys: Keys,
     wandb_id: str,
+    keep_evaluations: bool,
 ) -> None:
     from megatron_webrl.observe import MetricsLogger
     from megatron_webrl.replay import Coordinator
@@ -44,6 +45,7 @@ async def coordinator(
             store_address=store_address,
             log_metrics=metrics.log,
             keys=keys,
+            keep_evaluations=keep_evaluations,
         ).run()
     finally:
         await asyncio.to_thread(metrics.close)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_webrl.config import RunConfig, check_files, dump
 from megatron_webrl.errors import UserError
-from megatron_webrl.launch import roles
+from megatron_webrl.launch import evaluation, roles
 from megatron_webrl.launch.cluster import Cluster, RoleDied, free_port
 from megatron_webrl.launch.display import Display
 from megatron_webrl.launch.placement import RolePlace, describe, describe_trainer, place, place_trainer, visible_gpus
@@ -42,7 +41,6 @@ COORDINATOR_AWAY_S = 120.0
 """So long the coordinator may be starting again."""
 LOAD_GRACE_S = 30.0
 """That an engine's reply may take beyond the deadline that it was given."""
-EVALUATION_TIMEOUT_S = 6 * 3600.0
 WORKER_RESTARTS = 20
 SERVICE_RESTARTS = 20
 """Of the coordinator and of the screenshot store, when they were killed; an error of theirs ends the run."""
@@ -77,7 +75,7 @@ def check_model(config: RunConfig) -> None:
 
 def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
     """The checks of `check` that need no model directory, and the placement.  Raises UserError."""
-    from megatron_webrl.agent import check_stop
+    from megatron_webrl.agent import check_endpoint, check_stop
     from megatron_webrl.browser import find_chromium
     from megatron_webrl.engine import check_port
     from megatron_webrl.tasks import check_environment
@@ -85,6 +83,12 @@ def check_surroundings(config: RunConfig, *, with_trainer: bool = True) -> list[
     check_writable("run_dir", Path(config.run_dir))
     check_environment(config)
     check_stop(config.sampling.stop)
+    check_endpoint(config)
+    if with_trainer and config.evaluation.endpoint is not None:
+        raise UserError(
+            f"evaluation.endpoint={config.evaluation.endpoint} is for `megatron-webrl eval`: training evaluates its own policy, "
+            "so leave it out"
+        )
     find_chromium(config.browser.executable)
     if config.engine.port is not None:
         for i in range(config.engine.hosts):
@@ -105,6 +109,12 @@ def dry_run(config: RunConfig, *, resume: Resume = None) -> str:
     return "\n".join(lines)
 
 
+def dry_run_evaluation(config: RunConfig) -> str:
+    """The resolved configuration and the placement, after all checks of `eval`."""
+    placed = check(config, with_trainer=False)
+    return "\n".join([dump(config), describe(placed, config)])
+
+
 class Run:
     """A started system.  Made by `started`."""
 
@@ -123,6 +133,10 @@ class Run:
         self.checkpoint = checkpoint
         """That it went on from."""
         self.placed = {role.name: role for role in placed}
+        self._beside: str | None = None
+        """The evaluation that runs beside training."""
+        self._evaluated = 0 if checkpoint is None else checkpoint_step(checkpoint)
+        """Train step of the newest one that was due."""
         self._keys = keys.for_client()
         self._coordinator = BlockingClient(
             self.placed["coordinator"].address, cluster.run_id, "driver", keys=self._keys
@@ -152,7 +166,8 @@ class Run:
                 if load is not None:
                     self.load_engines(load)
                 status = self.status()
-                if status.workers and any(e.state == "serving" for e in status.engines):
+                serving = self.config.evaluation.endpoint or any(e.state == "serving" for e in status.engines)
+                if status.workers and serving:
                     return
                 missing = "no browser worker" if not status.workers else "no engine serves"
             except RequestTimeout:
@@ -164,24 +179,50 @@ class Run:
     def evaluate(self, name: str, *, load: Path | None = None) -> EvaluationState:
         """Success on the held-out tasks with the weights that the engines have now.  load: where engines that wait for
         weights get them, when there is no trainer.  Raises RunFailed if no episode had a result."""
-        from megatron_webrl.tasks import held_out_tasks
-
-        how = self.config.evaluation
-        tasks = held_out_tasks(self.config.tasks, how.episodes)
-        self.request(StartEvaluation(name, tasks, how.temperature, top_p=how.top_p, top_k=how.top_k), Done)
-        deadline = time.monotonic() + EVALUATION_TIMEOUT_S
+        self._start_evaluation(name)
+        deadline = time.monotonic() + self.config.evaluation.timeout_s
         while time.monotonic() < deadline:
             self.cluster.check()
             if load is not None:
                 self.load_engines(load)
             state: EvaluationState = self.request(EvaluationProgress(name), EvaluationState)
             self.display.evaluating(name, state)
-            if state.finished >= state.total:
-                if state.faults >= state.total:
-                    raise RunFailed(f"evaluation {name}: no episode had a result (logs: {self.cluster.log_dir})")
+            if state.over:
+                if not state.all[1]:
+                    raise RunFailed(
+                        f"evaluation {name}: no episode had a result, but {state.reasons} (logs: {self.cluster.log_dir})"
+                    )
+                evaluation.write(Path(self.config.run_dir), state)
                 return state
             time.sleep(POLL_S)
-        raise RunFailed(f"evaluation {name} did not end in {EVALUATION_TIMEOUT_S / 3600:.0f} h")
+        raise RunFailed(
+            f"evaluation {name} did not end in evaluation.timeout_s={self.config.evaluation.timeout_s:.0f} s"
+        )
+
+    def _start_evaluation(self, name: str, *, beside: bool = False) -> None:
+        from megatron_webrl.tasks import held_out_tasks
+
+        how = self.config.evaluation
+        tasks = held_out_tasks(self.config.tasks, how.episodes)
+        self.request(StartEvaluation(name, tasks, how.temperature, how.top_p, how.top_k, how.seeds, beside), Done)
+
+    def _evaluate_beside(self, step: int) -> None:
+        """Begin the evaluation that is due after `step` steps, unless the last still runs; write the one that is over."""
+        if self._beside is not None:
+            state: EvaluationState = self.request(EvaluationProgress(self._beside), EvaluationState)
+            if state.over:
+                evaluation.write(Path(self.config.run_dir), state)
+                self.display.say(f"Beside training, {self._beside}: {evaluation.report(state)[0]}")
+                self._beside = None
+        every = self.config.evaluation.every
+        if every is None or not self.config.evaluation.episodes or step // every <= self._evaluated // every:
+            return
+        self._evaluated = step
+        if self._beside is not None:
+            self.display.say(f"The evaluation of step {step} is left out: that of {self._beside} still runs")
+            return
+        self._beside = f"step-{step}"
+        self._start_evaluation(self._beside, beside=True)
 
     def load_engines(self, path: Path) -> None:
         """Give the weights of a Hugging Face directory to every engine that waits for weights."""
@@ -211,6 +252,7 @@ class Run:
             self.display.training(status, self.config.trainer.steps, self.config.trainer.max_minutes)
             if status.finished:
                 return status
+            self._evaluate_beside(status.step)
             time.sleep(POLL_S)
 
     def end(self) -> Status:
@@ -238,14 +280,24 @@ def started(config: RunConfig, display: Display, *, kind: str = "train", resume:
     check(config, with_trainer=with_trainer)
     with locked(run_dir):
         remove_partial(run_dir / "checkpoints")
+        if kind == "eval":
+            evaluation.begin(config, resume=resume is not None)
         checkpoint = None if kind == "eval" else check_run_dir(config, resume)
-        yield from _started(config, run_dir, display, kind, checkpoint, with_trainer)
+        yield from _started(
+            config, run_dir, display, kind, checkpoint, with_trainer, kind == "eval" and resume is not None
+        )
 
 
 def _started(
-    config: RunConfig, run_dir: Path, display: Display, kind: str, resume: Path | None, with_trainer: bool
+    config: RunConfig,
+    run_dir: Path,
+    display: Display,
+    kind: str,
+    resume: Path | None,
+    with_trainer: bool,
+    keep_evaluations: bool,
 ) -> Iterator[Run]:
-    identity = identify(run_dir, resume, kind)
+    identity = identify(run_dir, kind, again=resume is not None or keep_evaluations)
     for folder in ("logs", "trace", "checkpoints", "trajectories"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump(config))
@@ -267,6 +319,7 @@ def _started(
                 "address": address["coordinator"],
                 "store_address": address["store"],
                 "wandb_id": identity["run_id"],
+                "keep_evaluations": keep_evaluations,
             },
             **service,
         )
@@ -333,8 +386,6 @@ def train(config: RunConfig, display: Display, *, resume: Resume = None) -> RunR
     except RoleDied as error:
         hint = "" if newest_checkpoint(run_dir) is None else "; go on with --resume"
         raise RunFailed(f"{error}{hint}") from None
-    for state in evaluations.values():
-        _write_evaluation(run_dir, state)
     return RunResult(status, evaluations, minutes)
 
 
@@ -357,35 +408,31 @@ def check_recorded(config: RunConfig, checkpoint: Path | None) -> tuple[list[Rec
     return batches, place_trainer(config, visible_gpus(config.device))
 
 
-def evaluate(config: RunConfig, display: Display) -> EvaluationState:
-    """`megatron-webrl eval`: success of config.model.path on held-out tasks, without a trainer."""
+def evaluate(config: RunConfig, display: Display, *, resume: bool = False) -> EvaluationState:
+    """`megatron-webrl eval`: success of config.model.path, or of evaluation.endpoint, on held-out tasks, without a trainer.
+    resume: go on with the one that run_dir holds."""
     if config.evaluation.episodes == 0:
         raise UserError("evaluation.episodes=0 leaves nothing to do: give a number of episodes")
-    with started(config, display, kind="eval") as run:
-        run.wait_until_ready(load=config.model.path)
-        state = run.evaluate("eval", load=config.model.path)
+    with started(config, display, kind="eval", resume="newest" if resume else None) as run:
+        load = None if config.evaluation.endpoint else config.model.path
+        run.wait_until_ready(load=load)
+        state = run.evaluate("eval", load=load)
         run.end()
-    _write_evaluation(Path(config.run_dir), state)
     return state
 
 
-def identify(run_dir: Path, resume: Path | None, kind: str) -> dict[str, Any]:
-    """Name of the run, kept over resumes (wandb continues under it), how often it was started, and what it is (`train`,
+def identify(run_dir: Path, kind: str, *, again: bool) -> dict[str, Any]:
+    """Name of the run, kept if it goes on (wandb continues under it), how often it was started, and what it is (`train`,
     `rollout_only` or `eval`).  Raises UserError if an evaluation would write over another kind of run."""
     identity: dict[str, Any] = {"run_id": uuid.uuid4().hex[:12], "starts": 0, "kind": kind}
     earlier = earlier_start(run_dir)
     if kind == "eval" and earlier.get("kind", kind) != kind:
         raise UserError(f"run_dir={run_dir} holds a {earlier['kind']} run: give the evaluation a run_dir of its own")
-    if resume:
+    if again:
         identity |= earlier
     identity["starts"] += 1
     write_start(run_dir, identity)
     return identity
-
-
-def _write_evaluation(run_dir: Path, state: EvaluationState) -> None:
-    content = {name: getattr(state, name) for name in state.__struct_fields__}
-    (run_dir / f"evaluation_{state.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from megatron_webrl.observe.metrics import JsonlSink, MetricsLogger, MetricsSink, WandbSink, read_jsonl
 from megatron_webrl.observe.pictures import Overlap, Rate, success_curve, timeline
-from megatron_webrl.observe.statistics import wilson
+from megatron_webrl.observe.statistics import clustered, wilson
 from megatron_webrl.observe.trace import Span, Tracer, export_chrome, read_spans
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Span",
     "Tracer",
     "WandbSink",
+    "clustered",
     "export_chrome",
     "read_jsonl",
     "read_spans",

@@ -18,14 +18,14 @@ from typing import Any
 
 from megatron_webrl.config import ReplayConfig
 from megatron_webrl.replay.drops import DropRates
+from megatron_webrl.replay.evaluations import Evaluations
 from megatron_webrl.replay.ledger import Attempt, OpenGroup
 from megatron_webrl.replay.queue import ReplayQueue, Whole, envelope, is_newer
 from megatron_webrl.replay.records import Records
 from megatron_webrl.replay.rules import Census, Fate, Lineage, episodes_to_issue, fate, has_signal, may_start_group
 from megatron_webrl.replay.spool import SpoolDamaged
 from megatron_webrl.tasks import Sampler
-from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Lane, Outcome, Task, Trajectory
-from megatron_webrl.wire.messages import EvaluationState
+from megatron_webrl.trajectory import Assignment, AttemptKey, Group, JudgeCost, Lane, Outcome, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ RECENT_GROUPS = 64
 
 @dataclass
 class _Open:
-    """A group that is begun and not complete.  The eval lane uses groups of one."""
+    """A group that is begun and not complete.  The eval lane uses groups of as many as an evaluation has seeds."""
 
     row: OpenGroup
     pending: deque[tuple[int, int]]
@@ -64,7 +64,8 @@ class Book:
 
     sampler: of the tasks of train groups; temperature: of train episodes; deadline_s: of an episode's own steps; seed: of the
     run; successes_only: RAFT++; same_start: the records are those of a coordinator of this very start of the run, whose
-    workers live on.
+    workers live on; beside: most episodes at once of evaluations beside training; keep_evaluations: go on with those of an
+    earlier start.
     """
 
     def __init__(
@@ -80,8 +81,12 @@ class Book:
         record_every: int = 1,
         successes_only: bool = False,
         same_start: bool = False,
+        beside: int = 1,
+        keep_evaluations: bool = False,
     ) -> None:
         self.config = config
+        self.evaluations = Evaluations(records.ledger, config.max_attempts)
+        self._beside = beside
         self.training_allowed = False
         self.full = False
         """Back-pressure: no new groups."""
@@ -94,6 +99,8 @@ class Book:
         self.recent: deque[float] = deque(records.ledger.recall("recent", []), maxlen=RECENT_EPISODES)
         self.recent_mixed: deque[bool] = deque(records.ledger.recall("recent_mixed", []), maxlen=RECENT_GROUPS)
         self.drops = DropRates()
+        self._judged: list[JudgeCost] = []
+        """Of the episodes since the last row."""
         self.trajectories = 0
         self.lineage = Lineage(records.ledger.recall("lineage", [(0, 0)]))
         self.queue = ReplayQueue(
@@ -113,35 +120,34 @@ class Book:
         self._seed = seed
         self._drawn: int = records.ledger.recall("drawn", 0)
         self._open: dict[Lane, dict[int, _Open]] = {Lane.TRAIN: {}, Lane.EVAL: {}}
-        self._waiting: list[tuple[bool, int]] = []
-        """Heap of (train lane, group id) of open groups with pending members; may hold others too."""
+        self._waiting: dict[Lane, list[int]] = {Lane.EVAL: [], Lane.TRAIN: []}
+        """Heaps of the ids of open groups with pending members; may hold others too."""
         self._leases: dict[AttemptKey, _Lease] = {}
         self._of_worker: dict[str, dict[AttemptKey, _Lease]] = {}
-        self._evaluations: dict[str, EvaluationState] = {}
         sampler.restore(records.ledger.rates())
-        self._restore(now, same_start)
+        self._restore(now, same_start, keep_evaluations or same_start)
 
     # What an earlier process left -----------------------------------------------------------------------------------
 
-    def _restore(self, now: float, same_start: bool) -> None:
+    def _restore(self, now: float, same_start: bool, keep_evaluations: bool) -> None:
         ledger = self.records.ledger
         open_groups = {row.group_id: row for row in ledger.open_groups()}
         whole = [a for a in ledger.live() if a.group_id not in open_groups and a.state in ("queued", "in_training")]
         self.queue.restore(whole, ledger.tasks({a.group_id for a in whole}), now)
-        if not same_start:
-            ledger.forget_evaluations()
+        if keep_evaluations:
+            self.evaluations.restore()
         else:
-            for name, total in ledger.recall("evaluations", {}).items():
-                self._restore_evaluation(name, total)
+            ledger.forget_evaluations()
         for row in open_groups.values():
-            self._restore_group(row, now, same_start)
+            self._restore_group(row, now, same_start, keep_evaluations)
 
-    def _restore_group(self, row: OpenGroup, now: float, same_start: bool) -> None:
+    def _restore_group(self, row: OpenGroup, now: float, same_start: bool, keep_evaluations: bool) -> None:
         newest: dict[int, Attempt] = {a.sample_index: a for a in self.records.ledger.group_attempts(row.group_id)}
+        ended = {i: a for i, a in newest.items() if row.lane is Lane.EVAL and self.evaluations.ended(a)}
         pending = (
             (i, newest[i].attempt + 1 if i in newest else 0)
             for i in range(row.size)
-            if i not in newest or newest[i].state == "dropped"
+            if i not in newest or (newest[i].state == "dropped" and i not in ended)
         )
         group = _Open(row, deque(pending), deadline=now + self._deadline_s)
         self._open[row.lane][row.group_id] = group
@@ -156,7 +162,8 @@ class Book:
         except SpoolDamaged as error:
             log.warning("group %d is dropped: %s", row.group_id, error)
             return self._drop_open(group, "damaged")
-        if row.lane is Lane.EVAL and not same_start:
+        group.attempts |= ended
+        if row.lane is Lane.EVAL and not keep_evaluations:
             return self._drop_open(group, "lost_at_restart")
         if row.lane is Lane.TRAIN and not self._sampler.practises(row.task):
             return self._drop_open(group, "no_longer_practised")
@@ -164,14 +171,7 @@ class Book:
             for key in list(group.leases):
                 self._lost(key, "lost_at_restart", now)
         if group.pending:
-            heapq.heappush(self._waiting, (row.lane is Lane.TRAIN, row.group_id))
-
-    def _restore_evaluation(self, name: str, total: int) -> None:
-        self._evaluations[name] = EvaluationState(name, total, 0, 0, {}, 0)
-        for task, attempts in self.records.ledger.evaluated(name):
-            last = attempts[-1]
-            fault = last.state != "evaluated"
-            self._count_evaluation(name, task, not fault and (last.reward or 0) > 0, fault=fault)
+            heapq.heappush(self._waiting[row.lane], row.group_id)
 
     # Episodes out ---------------------------------------------------------------------------------------------------
 
@@ -218,22 +218,34 @@ class Book:
         return lease
 
     def _next_open(self) -> _Open | None:
-        while self._waiting:
-            train, group_id = self._waiting[0]
-            group = self._open[Lane.TRAIN if train else Lane.EVAL].get(group_id)
-            if group is None or not group.pending:
-                heapq.heappop(self._waiting)
-            elif train and self.queue.catching_up:
-                return None
-            else:
-                return group
-        evaluating = any(e.finished < e.total for e in self._evaluations.values())
-        if not self.training_allowed or self.full or evaluating or self.queue.catching_up or not self._admitted():
+        evaluated = self._first_waiting(Lane.EVAL)
+        if evaluated is not None and self._may_evaluate(evaluated):
+            return evaluated
+        if self.queue.catching_up:
+            return None
+        if (group := self._first_waiting(Lane.TRAIN)) is not None:
+            return group
+        if not self.training_allowed or self.full or self.evaluations.phase or not self._admitted():
             return None
         task = self._sampler.draw(self._drawn)
         self._drawn += 1
         self.records.ledger.remember(drawn=self._drawn)
         return self._begin(Lane.TRAIN, task, self._temperature, self.config.group_size)
+
+    def _first_waiting(self, lane: Lane) -> _Open | None:
+        waiting = self._waiting[lane]
+        while waiting:
+            group = self._open[lane].get(waiting[0])
+            if group is not None and group.pending:
+                return group
+            heapq.heappop(waiting)
+        return None
+
+    def _may_evaluate(self, group: _Open) -> bool:
+        """Beside training an evaluation has a few slots and no more."""
+        if not self.evaluations.is_beside(group.row.evaluation):
+            return True
+        return sum(lease.attempt.lane == Lane.EVAL for lease in self._leases.values()) < self._beside
 
     def _admitted(self) -> bool:
         return may_start_group(self.census(), eta=self.config.eta, batch_units=self.queue.batch_units)
@@ -243,7 +255,7 @@ class Book:
     ) -> _Open:
         row = self.records.ledger.begin_group(lane, task, temperature, size, evaluation, **truncation)
         group = self._open[lane][row.group_id] = _Open(row, deque((i, 0) for i in range(size)))
-        heapq.heappush(self._waiting, (lane is Lane.TRAIN, row.group_id))
+        heapq.heappush(self._waiting[lane], row.group_id)
         return group
 
     def renew(
@@ -298,6 +310,8 @@ class Book:
             self.records.freed.append(key)
             return "superseded"
         group, attempt = lease.group, lease.attempt
+        if trajectory.judge_cost is not None:
+            self._judged.append(trajectory.judge_cost)
         kept = fate(trajectory.outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.KEEP
         if kept and group.row.lane is Lane.TRAIN:
             self.records.keep(attempt, trajectory)  # may raise: the worker will repeat it
@@ -306,8 +320,7 @@ class Book:
             self._ended(lease, trajectory.outcome, trajectory.reason, now, trajectory)
         elif group.row.lane is Lane.EVAL:
             self.records.ledger.count_evaluated(attempt, trajectory)
-            self._close(group)
-            self._count_evaluation(group.row.evaluation, group.row.task, trajectory.reward > 0)
+            self._evaluated(group, attempt)
         else:
             group.attempts[attempt.sample_index] = attempt
             group.envelopes[attempt.sample_index] = envelope(trajectory)
@@ -325,17 +338,19 @@ class Book:
         self._drop([attempt], reason, group.row.task, trajectory)
         if fate(outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE:
             group.pending.appendleft((attempt.sample_index, attempt.attempt + 1))
-            heapq.heappush(self._waiting, (group.row.lane is Lane.TRAIN, group.row.group_id))
+            heapq.heappush(self._waiting[group.row.lane], group.row.group_id)
         elif group.row.lane is Lane.EVAL:
-            self._close(group)
-            self._count_evaluation(group.row.evaluation, group.row.task, False, fault=True)
+            self._evaluated(group, attempt)
         else:
             self._drop_open(group, "group_faults" if outcome is Outcome.FAULT else f"group_{reason}")
 
     def _drop_open(self, group: _Open, reason: str) -> None:
         self._close(group)
         leased = [lease.attempt for key in list(group.leases) if (lease := self._end_lease(key)) is not None]
-        self._drop([*leased, *group.attempts.values()], reason, group.row.task)
+        finished = (
+            group.attempts.values() if group.row.lane is Lane.TRAIN else ()
+        )  # an episode of the eval lane has counted
+        self._drop([*leased, *finished], reason, group.row.task)
 
     def _drop(self, attempts: list[Attempt], reason: str, task: Task, trajectory: Trajectory | None = None) -> None:
         self.records.drop(attempts, reason, trajectory)
@@ -430,28 +445,34 @@ class Book:
     # Evaluation -----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(
-        self, name: str, tasks: list[Task], temperature: float, *, top_p: float = 1.0, top_k: int = 0
+        self,
+        name: str,
+        tasks: list[Task],
+        temperature: float,
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seeds: int = 1,
+        beside: bool = False,
     ) -> None:
-        """Open one episode a task in the eval lane; a repeat of a name is ignored."""
-        if name in self._evaluations:
-            return
-        self._evaluations[name] = EvaluationState(name, len(tasks), 0, 0, {}, 0)
-        self.records.ledger.remember(evaluations={n: e.total for n, e in self._evaluations.items()})
-        for task in tasks:
-            self._begin(Lane.EVAL, task, temperature, 1, name, top_p=top_p, top_k=top_k)
+        """Open `seeds` episodes a task in the eval lane; a repeat of a name is ignored.  One that is not beside training ends
+        those that are."""
+        if not beside:
+            over = self.evaluations.end_beside()
+            for group in list(self._open[Lane.EVAL].values()):
+                if group.row.evaluation in over:
+                    self._drop_open(group, "evaluation_ended")
+        if self.evaluations.begin(name, len(tasks), seeds, beside=beside):
+            for task in tasks:
+                self._begin(Lane.EVAL, task, temperature, seeds, name, top_p=top_p, top_k=top_k)
 
-    def evaluation(self, name: str) -> EvaluationState:
-        """Raises KeyError for an unknown name."""
-        return self._evaluations[name]
-
-    def _count_evaluation(self, name: str, task: Task, success: bool, *, fault: bool = False) -> None:
-        state = self._evaluations[name]
-        state.finished += 1
-        state.successes += success
-        state.faults += fault
-        tally = state.by_task.setdefault(task.name, [0, 0])
-        tally[0] += success
-        tally[1] += 1
+    def _evaluated(self, group: _Open, attempt: Attempt) -> None:
+        """One of the group's episodes ended with this attempt."""
+        group.attempts[attempt.sample_index] = attempt
+        self.evaluations.count(group.row.evaluation, group.row.task, attempt)
+        if len(group.attempts) == group.row.size:
+            self.evaluations.count_task(group.row.evaluation, list(group.attempts.values()))
+            self._close(group)
 
     # Accounts -------------------------------------------------------------------------------------------------------
 
@@ -475,6 +496,19 @@ class Book:
         running = sum(lease.attempt.lane == Lane.TRAIN for lease in self._leases.values())
         finished = sum(len(g.attempts) for g in self._open[Lane.TRAIN].values())
         return running + finished + len(self.queue.members())
+
+    def judge_row(self) -> dict[str, float]:
+        """Metrics of what models judged since the last call; none if they judged nothing."""
+        judged, self._judged = self._judged, []
+        if not judged:
+            return {}
+        return {
+            "judge/episodes": float(len(judged)),
+            "judge/requests": float(sum(cost.requests for cost in judged)),
+            "judge/tokens": float(sum(cost.prompt_tokens + cost.completion_tokens for cost in judged)),
+            "judge/seconds": sum(cost.seconds for cost in judged) / len(judged),
+            "judge/cost": sum(cost.cost for cost in judged),
+        }
 
     def status(self) -> dict[str, Any]:
         """The book's part of `Status`."""

@@ -100,7 +100,8 @@ class Coordinator:
     """Coordinator of a run.
 
     run_id: of this start of the run; one that is made again for the same start goes on where the former stood.
-    log_metrics: called once a train step with its metrics; must not block.
+    log_metrics: called once a train step with its metrics; must not block.  keep_evaluations: go on with those of the start
+    before.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Coordinator:
         store_address: str,
         log_metrics: MetricsSink,
         keys: Keys | None = None,
+        keep_evaluations: bool = False,
     ) -> None:
         self.config = config
         self._run_dir = Path(config.run_dir)
@@ -131,6 +133,8 @@ class Coordinator:
             record_every=config.observe.record_every,
             successes_only=config.algorithm.objective == "raft++",
             same_start=same_start,
+            beside=config.evaluation.concurrent or max(1, config.browser.workers * config.browser.slots // 4),
+            keep_evaluations=keep_evaluations,
         )
         self._store = Client(store_address, run_id, "coordinator", keys=keys)
         self._keeper = ScreenshotKeeper(self._store, self.book.owners)
@@ -191,9 +195,7 @@ class Coordinator:
         self._metrics: dict[str, float] = {}
         self._lag_sum, self._lag_tokens, self._lag_max = recall("lag", [0.0, 0, 0])
         if not same_start:
-            self._ledger.remember(
-                run_id=run_id, began_at=None, finished=False, stopping=False, trajectories=0, evaluations={}
-            )
+            self._ledger.remember(run_id=run_id, began_at=None, finished=False, stopping=False, trajectories=0)
         self._began_at: float | None = recall("began_at", None)
         self._finished: bool = recall("finished", False)
         self._stopping: bool = recall("stopping", False)
@@ -448,7 +450,8 @@ class Coordinator:
         """`step` steps are done, the last with these metrics."""
         self._step, self._metrics = step, dict(metrics)
         account = self._staleness_account()
-        self._log_metrics(step, {**metrics, **run_row(self.status()), **account, **self.book.drops.row()})
+        told = {**self.book.drops.row(), **self.book.judge_row(), **self.book.evaluations.row()}
+        self._log_metrics(step, {**metrics, **run_row(self.status()), **account, **told})
         self.book.remember()
         lag = [self._lag_sum, self._lag_tokens, self._lag_max]
         self._ledger.remember(step=step, policy=self.book.policy, lag=lag)
@@ -503,13 +506,14 @@ class Coordinator:
     # Driver ---------------------------------------------------------------------------------------------------------
 
     async def _start_evaluation(self, _: str, m: StartEvaluation) -> Done:
-        self.book.begin_evaluation(m.name, m.tasks, m.temperature, top_p=m.top_p, top_k=m.top_k)
+        how: dict[str, Any] = {"top_p": m.top_p, "top_k": m.top_k, "seeds": m.seeds, "beside": m.beside}
+        self.book.begin_evaluation(m.name, m.tasks, m.temperature, **how)
         self._after_change()
         await self._durable()
         return Done()
 
     async def _evaluation_progress(self, _: str, m: EvaluationProgress) -> EvaluationState:
-        return self.book.evaluation(m.name)
+        return self.book.evaluations.state(m.name)
 
     async def _begin_training(self, _: str, m: BeginTraining) -> Done:
         if self._began_at is None:

@@ -26,7 +26,7 @@ from megatron_webrl.replay.spool import Location
 from megatron_webrl.trajectory import Assignment, AttemptKey, Lane, Task, Trajectory
 from megatron_webrl.wire.messages import Account
 
-FORMAT = 3
+FORMAT = 4
 IN_FLIGHT = ("running", "queued", "in_training")
 
 _SCHEMA = """
@@ -36,14 +36,14 @@ CREATE TABLE groups (
 CREATE TABLE attempts (
   group_id INTEGER, sample_index INTEGER, attempt INTEGER, lane TEXT NOT NULL, worker TEXT NOT NULL, session TEXT NOT NULL,
   issued_at REAL NOT NULL, policy INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, outcome TEXT NOT NULL,
-  reward REAL, steps INTEGER NOT NULL, min_version INTEGER NOT NULL, max_version INTEGER NOT NULL, started_at REAL,
-  ended_at REAL, step INTEGER, segment INTEGER, offset INTEGER, length INTEGER,
+  reward REAL, steps INTEGER NOT NULL, tokens INTEGER NOT NULL, min_version INTEGER NOT NULL,
+  max_version INTEGER NOT NULL, started_at REAL, ended_at REAL, step INTEGER, segment INTEGER, offset INTEGER, length INTEGER,
   PRIMARY KEY (group_id, sample_index, attempt)) WITHOUT ROWID;
 CREATE TABLE batches (step INTEGER PRIMARY KEY, group_ids BLOB NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL);
 CREATE TABLE rates (name TEXT PRIMARY KEY, successes REAL NOT NULL, episodes REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 """
-_COLUMNS = 21
+_COLUMNS = 22
 _LEGAL = {
     ("running", "queued"),
     ("running", "evaluated"),
@@ -75,10 +75,12 @@ class Attempt(msgspec.Struct, gc=False):
     """Version that the trainer held when it was issued; −1 before the first."""
     state: str = "running"
     reason: str = ""
-    """Of the drop."""
+    """Of the drop; of an eval attempt, why the episode ended."""
     outcome: str = ""
     reward: float | None = None
     steps: int = 0
+    tokens: int = 0
+    """Of its replies."""
     min_version: int = -1
     max_version: int = -1
     started_at: float | None = None
@@ -182,7 +184,7 @@ class Ledger:
     def count_evaluated(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """An eval attempt gave its result."""
         self._result(attempt, trajectory)
-        self._move(attempt, "evaluated")
+        self._move(attempt, "evaluated", trajectory.reason)
 
     def drop(self, attempts: Iterable[Attempt], reason: str, trajectory: Trajectory | None = None) -> list[Location]:
         """They will not be trained, for the named reason; trajectory: what came of a single one.  Returns where their
@@ -203,6 +205,7 @@ class Ledger:
             trajectory.reward,
             trajectory.num_steps,
         )
+        attempt.tokens = trajectory.response_tokens
         attempt.min_version, attempt.max_version = trajectory.min_version, trajectory.max_version
         attempt.started_at, attempt.ended_at = trajectory.started_at, trajectory.finished_at
 
@@ -283,10 +286,11 @@ class Ledger:
     def forget_evaluations(self) -> None:
         """The evaluations so far are of an earlier start of the run: their names are free again."""
         self._db.execute("UPDATE groups SET evaluation='' WHERE evaluation!=''")
+        self.remember(evaluations={})
 
     def evaluated(self, evaluation: str) -> list[tuple[Task, list[Attempt]]]:
-        """The ended episodes of an evaluation, each with its attempts."""
-        rows = self._db.execute("SELECT group_id, task FROM groups WHERE evaluation=? AND open=0", (evaluation,))
+        """The tasks of an evaluation, each with its attempts."""
+        rows = self._db.execute("SELECT group_id, task FROM groups WHERE evaluation=?", (evaluation,))
         return [(_task(task), self.group_attempts(group_id)) for group_id, task in rows.fetchall()]
 
     # Batches --------------------------------------------------------------------------------------------------------
@@ -411,8 +415,8 @@ class Ledger:
             rows = [
                 (
                     a.group_id, a.sample_index, a.attempt, a.lane, a.worker, a.session, a.issued_at, a.policy, a.state, a.reason,
-                    a.outcome, a.reward, a.steps, a.min_version, a.max_version, a.started_at, a.ended_at, a.step, a.segment,
-                    a.offset, a.length,
+                    a.outcome, a.reward, a.steps, a.tokens, a.min_version, a.max_version, a.started_at, a.ended_at, a.step,
+                    a.segment, a.offset, a.length,
                 )
                 for a in self._changed.values()
             ]  # fmt: skip

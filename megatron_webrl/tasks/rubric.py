@@ -11,16 +11,14 @@ import asyncio
 import base64
 import hashlib
 import logging
-import os
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 
+from megatron_webrl.chat import ChatClient, ChatFailed, api_key
 from megatron_webrl.config import JudgeConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.loose_json import read_json
@@ -30,13 +28,11 @@ from megatron_webrl.trajectory import JudgeCost
 
 log = logging.getLogger(__name__)
 
-BACK_OFF_S = (1.0, 60.0)
-"""First and longest pause after a failed request; doubled each time, times 0.5 to 1."""
+AGAIN = 0.3
+"""Temperature of a question that is asked again."""
 ANSWER_CHARACTERS = 8_000
 ACTION_LINES = 60
 ACTION_CHARACTERS = 300
-REPLY_BYTES = 1 << 20
-RETRIED = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
 
 SYSTEM = (
     "You judge whether a web agent did its task. You get the task, what the agent did, its answer and screenshots.\n"
@@ -105,21 +101,19 @@ class RubricJudge:
         """Raises UserError if the judge cannot be asked as it is configured."""
         if not config.model:
             raise UserError(f"judge.model='' with judge.url={config.url}: name the model that judges")
-        _key(config)
+        api_key("judge.api_key_env", config.api_key_env)
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config
-        self._key = _key(config)
+        key = api_key("judge.api_key_env", config.api_key_env)
+        self._chat = ChatClient(str(config.url), key, config.timeout_s)
         self._room = asyncio.Semaphore(config.concurrent)
         self._limit = RateLimit(config.requests_per_minute)
         self._cache: OrderedDict[bytes, dict[str, Any]] = OrderedDict()
-        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """End the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._chat.close()
 
     async def judge(self, evidence: Evidence, criteria: Sequence[Criterion], reference: str | None) -> Verdict:
         """The verdict on an episode; what fails, or takes more than judge.deadline_s, is a fault."""
@@ -158,14 +152,14 @@ class RubricJudge:
             try:
                 reply = await self._request(body, tries, cost)
                 found = read(reply)
-            except (ValueError, msgspec.MsgspecError) as error:
+            except ValueError as error:
                 why = f"no verdict in its reply: {error}"
-            except _Failed as failed:
+            except ChatFailed as failed:
                 why = str(failed)
                 if failed.final:
                     break
                 if tries < self._config.retries:
-                    await asyncio.sleep(failed.pause_s or _back_off(tries))
+                    await asyncio.sleep(failed.pause_s(tries))
             else:
                 self._cache[name] = reply
                 while len(self._cache) > self._config.cache_entries:
@@ -174,68 +168,24 @@ class RubricJudge:
         raise JudgeFault(f"{why} ({self._config.url})")
 
     async def _request(self, body: dict[str, Any], tries: int, cost: JudgeCost) -> dict[str, Any]:
-        """The JSON object in the reply.  Raises _Failed, ValueError."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._config.timeout_s))
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        body = body | {"temperature": 0.3} if tries and body["temperature"] == 0 else body  # nonsense would come again
+        """The JSON object in the reply.  Raises ChatFailed, ValueError."""
+        if tries:
+            body = body | {"temperature": AGAIN}  # nonsense would come again
         async with self._room:
             await asyncio.sleep(self._limit.reserve())
             cost.requests += 1
-            try:
-                url = f"{str(self._config.url).rstrip('/')}/chat/completions"
-                async with self._session.post(url, json=body, headers=headers) as answer:
-                    raw = await answer.content.read(REPLY_BYTES)
-                    if answer.status != 200:
-                        text = raw[:200].decode(errors="replace")
-                        raise _Failed(
-                            f"HTTP {answer.status}: {text}",
-                            final=answer.status not in RETRIED,
-                            pause_s=_seconds(answer.headers.get("Retry-After")),
-                        )
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise _Failed(f"{type(error).__name__}: {error}") from error
-        completion = msgspec.json.decode(raw, type=_Completion)
-        if completion.usage is not None:
-            spent = (completion.usage.prompt_tokens, completion.usage.completion_tokens)
-            cost.prompt_tokens += spent[0]
-            cost.completion_tokens += spent[1]
-            cost.cost += (spent[0] * self._config.price_prompt + spent[1] * self._config.price_completion) / 1e6
-        if not completion.choices or completion.choices[0].message.content is None:
-            raise ValueError("it is empty")
-        text = completion.choices[0].message.content.rpartition("</think>")[2]
+            completion = await self._chat.complete(body)
+        spent = (completion.prompt_tokens, completion.completion_tokens)
+        cost.prompt_tokens += spent[0]
+        cost.completion_tokens += spent[1]
+        cost.cost += (spent[0] * self._config.price_prompt + spent[1] * self._config.price_completion) / 1e6
+        text = completion.text.rpartition("</think>")[2]
         if (start := text.find("{")) < 0:
             raise ValueError(f"{text[:80]!r}")
         reply, _ = read_json(text, start)
         if not isinstance(reply, dict):
             raise ValueError(f"{text[:80]!r}")
         return reply
-
-
-class _Failed(Exception):
-    """A request had no reply.  final: nor would it have one later; pause_s: that the server asks for."""
-
-    def __init__(self, why: str, *, final: bool = False, pause_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.final, self.pause_s = final, pause_s
-
-
-class _Text(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Text
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
 
 
 class _Case:
@@ -331,27 +281,3 @@ def _clean(action: dict[str, Any]) -> dict[str, Any]:
 def _data_url(data: bytes) -> str:
     kind = "jpeg" if is_jpeg(data) else "png"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _key(config: JudgeConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise UserError(
-            f"judge.api_key_env={config.api_key_env} is not set in the environment: export it, or give null"
-        )
-    return key
-
-
-def _back_off(tries: int) -> float:
-    first, longest = BACK_OFF_S
-    return min(first * 2**tries, longest) * random.uniform(0.5, 1.0)
-
-
-def _seconds(header: str | None) -> float:
-    """Of Retry-After; dates are not read.  At most the longest pause."""
-    try:
-        return min(max(0.0, float(header or 0)), BACK_OFF_S[1])
-    except ValueError:
-        return 0.0

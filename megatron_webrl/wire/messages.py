@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_webrl.trajectory import Assignment, AttemptKey, Group, Task, Trajectory
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Raised whenever a message changes its meaning or its shape."""
 
 
@@ -439,7 +439,8 @@ class WriteStage(Message):
 
 
 class StartEvaluation(Message):
-    """Issue one episode a task in the eval lane, before any train episode."""
+    """Issue `seeds` episodes a task in the eval lane: before any train episode, or (beside) while those go on.  One that is not
+    beside ends those that are."""
 
     name: str
     tasks: list[Task]
@@ -447,6 +448,8 @@ class StartEvaluation(Message):
     top_p: float = 1.0
     top_k: int = 0
     """0: off."""
+    seeds: int = 1
+    beside: bool = False
 
 
 class EvaluationProgress(Message):
@@ -454,14 +457,48 @@ class EvaluationProgress(Message):
 
 
 class EvaluationState(Message):
+    """How far an evaluation is.  A tally is [successes, episodes with a result, episodes]."""
+
     name: str
     total: int
-    finished: int
-    successes: int
-    by_task: dict[str, list[int]]
-    """Task name -> [successes, episodes]."""
-    faults: int
-    """Episodes that never got a result (retries exhausted); they count as episodes without success."""
+    """Episodes asked for: tasks × seeds."""
+    seeds: int
+    beside: bool = False
+    all: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
+    """Tally of the episodes that ended."""
+    by_level: dict[int, list[int]] = {}
+    """By difficulty."""
+    by_task: dict[str, list[int]] = {}
+    """By the task's name."""
+    by_seed: list[list[int]] = []
+    reasons: dict[str, int] = {}
+    """Why episodes ended, as trajectories say it."""
+    blocked: int = 0
+    """Episodes without a result because of their site: blocked, page_timeout, page_error."""
+    faults: int = 0
+    """Episodes without a result because retries were exhausted."""
+    steps: dict[bool, list[int]] = {}
+    """Whether it succeeded -> [episodes with a result, their steps, their response tokens]."""
+    means: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of tasks whose episodes all ended: [tasks, Σ m, Σ m²], m the share of a task's episodes that succeeded."""
+    min_version: int = -1
+    """Of the policies that sampled its episodes."""
+    max_version: int = -1
+    dropped: bool = False
+    """It was ended before it was over."""
+
+    @property
+    def successes(self) -> int:
+        return self.all[0]
+
+    @property
+    def finished(self) -> int:
+        return self.all[2]
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self.dropped or self.finished >= self.total
 
 
 class BeginTraining(Message):

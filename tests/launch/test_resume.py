@@ -10,7 +10,6 @@ import pytest
 from megatron_webrl.config import RunConfig, validate
 from megatron_webrl.errors import UserError
 from megatron_webrl.launch import Display, alone, run
-from megatron_webrl.launch import resume as resume_module
 from megatron_webrl.launch.resume import Resume, check_run_dir, earlier_start
 from megatron_webrl.launch.run import identify
 from megatron_webrl.run_directory import _lock_file, checkpoint_path, partial_path, remove_partial, replaced_path
@@ -67,13 +66,13 @@ def test_nothing_is_trained_over_a_run_without_training(config: RunConfig, kind:
     another kind."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir()
-    identify(run_dir, None, kind)
+    identify(run_dir, kind, again=False)
     (run_dir / "ledger.sqlite").touch()
     with pytest.raises(UserError, match=f"run_dir=.* holds {KINDS[kind]}: .* run_dir"):
         check_run_dir(config, resume)
     if kind != "eval":
         with pytest.raises(UserError, match="holds a rollout_only run"):
-            identify(run_dir, None, "eval")
+            identify(run_dir, "eval", again=False)
 
 
 def test_a_run_that_cannot_be_resumed_is_not_told_to_be(config: RunConfig) -> None:
@@ -84,7 +83,7 @@ def test_a_run_that_cannot_be_resumed_is_not_told_to_be(config: RunConfig) -> No
     with pytest.raises(UserError, match="begin it again with --resume auto"):
         check_run_dir(config, None)
     assert check_run_dir(config, "auto") is None
-    identify(run_dir, None, "rollout_only")
+    identify(run_dir, "rollout_only", again=False)
     rollouts = config.model_copy(update={"rollout_only": True})
     with pytest.raises(UserError, match="move it away, or give another run_dir") as refusal:
         check_run_dir(rollouts, None)
@@ -104,10 +103,10 @@ def test_a_run_json_that_says_nothing_is_named(config: RunConfig, content: str) 
 
 
 def test_a_kill_leaves_the_run_json_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = identify(tmp_path, None, "train")
-    monkeypatch.setattr(resume_module.os, "replace", lambda *paths: pytest.fail("killed"))
+    first = identify(tmp_path, "train", again=False)
+    monkeypatch.setattr("megatron_webrl.run_directory.os.replace", lambda *paths: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
-        identify(tmp_path, tmp_path, "train")
+        identify(tmp_path, "train", again=True)
     assert earlier_start(tmp_path) == first
 
 

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from metrics_page import names_in, names_of
 
 from megatron_webrl.config import ReplayConfig
 from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.ledger import IllegalTransition
 from megatron_webrl.replay.records import Records
-from megatron_webrl.trajectory import Assignment, AttemptKey, Lane, Outcome, Task, Trajectory, encode_steps
+from megatron_webrl.trajectory import Assignment, AttemptKey, JudgeCost, Lane, Outcome, Task, Trajectory, encode_steps
 
 
 class Counting:
@@ -46,7 +47,8 @@ class Counting:
 
 def make_book(directory: Path, now: float = 0.0, **options: Any) -> tuple[Book, Records]:
     """A book over the records in `directory`.  options: of the replay, or of the book (sampler, successes_only, same_start)."""
-    own = {key: options.pop(key) for key in ("successes_only", "same_start") if key in options}
+    names = ("successes_only", "same_start", "beside", "keep_evaluations")
+    own = {key: options.pop(key) for key in names if key in options}
     sampler = options.pop("sampler", None) or Counting()
     config = ReplayConfig.model_validate({"group_size": 2, "groups_per_step": 2, **options})
     records = Records(directory)
@@ -486,15 +488,15 @@ def test_evaluation_goes_first_and_faults_count_as_episodes_and_it_survives_the_
     records.commit()
     kill(records)
     book, records = make_book(tmp_path, max_attempts=2, same_start=True)
-    assert book.evaluation("before").finished == 1
+    assert book.evaluations.state("before").finished == 1
     assert book.submit(result(episodes[1], 0.0), 0.0) == "accepted"
     (again,) = book.assign("w", "s", 8, 0.0)
     assert (again.task, again.attempt) == (tasks[2], 1)
     assert (again.temperature, again.top_p, again.top_k) == sampling
     book.submit(result(again, 0.0, outcome=Outcome.FAULT), 0.0)
-    state = book.evaluation("before")
+    state = book.evaluations.state("before")
     assert (state.total, state.finished, state.successes, state.faults) == (3, 3, 1, 1)
-    assert state.by_task == {"held-out": [1, 3]}
+    assert state.by_task == {"held-out": [1, 2, 3]}
     assert records.ledger.account().issued == 0, "the account is of the train lane"
     (train,) = book.assign("w", "s", 1, 0.0)
     assert (train.lane, train.temperature, train.top_p, train.top_k) == (Lane.TRAIN, 1.0, 1.0, 0)
@@ -502,7 +504,105 @@ def test_evaluation_goes_first_and_faults_count_as_episodes_and_it_survives_the_
     kill(records)
     book, _ = make_book(tmp_path, same_start=False)
     with pytest.raises(KeyError):
-        book.evaluation("before")
+        book.evaluations.state("before")
+
+
+def held_out(n: int) -> list[Task]:
+    return [Task(f"e/{i}", "test", f"held-out-{i}", i, 5, 1 + i) for i in range(n)]
+
+
+def test_an_evaluation_beside_training_has_its_slots_and_holds_nothing_up(tmp_path: Path) -> None:
+    """At most `beside` of its episodes at once, whoever asks; train groups go on meanwhile; what ran is told with its policies'
+    versions, once."""
+    book, _ = make_book(tmp_path, eta=3, beside=2)
+    book.begin_evaluation("step-1", held_out(3), 1.0, beside=True)
+    first = book.assign("w", "s", 5, 0.0)
+    assert [a.lane for a in first] == [Lane.EVAL, Lane.EVAL, Lane.TRAIN, Lane.TRAIN, Lane.TRAIN]
+    assert all(a.lane is Lane.TRAIN for a in book.assign("v", "s", 3, 0.0))
+    book.submit(result(first[0], 1.0, version=4), 0.0)
+    assert [a.lane for a in book.assign("w", "s", 2, 0.0)] == [Lane.EVAL, Lane.TRAIN]
+    assert book.evaluations.row() == {}
+    book.submit(result(first[1], 0.0, version=6), 0.0)
+    last = next(lease.assignment for lease in book._leases.values() if lease.attempt.lane == Lane.EVAL)
+    book.submit(result(last, 0.0, 5, Outcome.ENVIRONMENT), 0.0)
+    state = book.evaluations.state("step-1")
+    assert (state.over, state.all, state.blocked, state.faults) == (True, [1, 2, 3], 1, 0)
+    assert (state.min_version, state.max_version) == (4, 6)
+    row = book.evaluations.row()
+    assert names_in(row) == names_of("Evaluation beside training")
+    assert row["evaluation/success"] == pytest.approx(1 / 3)
+    assert book.evaluations.row() == {}
+
+
+def test_a_phase_ends_the_evaluation_beside_it(tmp_path: Path) -> None:
+    """Its running episodes are dropped by name, and nothing more of it is issued, nor told."""
+    book, records = make_book(tmp_path, beside=1)
+    book.begin_evaluation("step-1", held_out(3), 1.0, beside=True)
+    (running,) = book.assign("w", "s", 1, 0.0)
+    book.begin_evaluation("after", held_out(2), 1.0)
+    assert book.evaluations.state("step-1").dropped
+    assert book.submit(result(running, 1.0), 0.0) == "superseded"
+    assert {a.group_id > running.group_id + 2 for a in book.assign("w", "s", 9, 0.0)} == {True}
+    assert book.evaluations.row() == {}
+    assert [a.reason for a in records.ledger.group_attempts(running.group_id)] == ["evaluation_ended"]
+
+
+def test_several_seeds_are_episodes_of_one_task(tmp_path: Path) -> None:
+    """Each with a seed of its own; tallies by seed, and the tasks' means."""
+    book, records = make_book(tmp_path, max_attempts=1)
+    book.begin_evaluation("eval", held_out(2), 1.0, seeds=3)
+    episodes = book.assign("w", "s", 9, 0.0)
+    assert [(a.task.seed, a.sample_index) for a in episodes] == [(t, s) for t in range(2) for s in range(3)]
+    assert len({a.seed for a in episodes}) == 6
+    for episode, reward in zip(episodes[:4], (1.0, 0.0, 1.0, 1.0), strict=True):
+        book.submit(result(episode, reward), 0.0)
+    records.commit()
+    kill(records)
+    book, records = make_book(tmp_path, max_attempts=1, same_start=True)
+    assert book.evaluations.state("eval").by_seed == [[2, 2, 2], [0, 1, 1], [1, 1, 1]]
+    book.submit(result(episodes[4], 0.0, outcome=Outcome.FAULT), 0.0)
+    book.submit(result(episodes[5], 0.0), 0.0)
+    state = book.evaluations.state("eval")
+    assert (state.over, state.all, state.faults) == (True, [3, 5, 6], 1)
+    assert state.by_level == {1: [2, 3, 3], 2: [1, 2, 3]}
+    assert state.means == pytest.approx([2, 2 / 3 + 1 / 3, 4 / 9 + 1 / 9])
+
+
+def test_an_evaluation_that_is_resumed_keeps_what_has_a_result(tmp_path: Path) -> None:
+    """A new start of the run: what was running is issued again, what ended for good is not."""
+    book, records = make_book(tmp_path, max_attempts=2)
+    book.begin_evaluation("eval", held_out(4), 1.0, seeds=2)
+    episodes = book.assign("w", "s", 6, 0.0)
+    book.submit(result(episodes[0], 1.0), 0.0)
+    book.submit(result(episodes[1], 0.0, outcome=Outcome.ENVIRONMENT), 0.0)
+    book.submit(result(episodes[2], 0.0, outcome=Outcome.FAULT), 0.0)
+    records.commit()
+    kill(records)
+    book, records = make_book(tmp_path, max_attempts=2, keep_evaluations=True)
+    book.begin_evaluation("eval", held_out(4), 1.0, seeds=2)
+    assert book.evaluations.state("eval").all == [1, 1, 2]
+    again = book.assign("v", "t", 9, 0.0)
+    assert {(a.task.seed, a.sample_index, a.attempt) for a in again} == {
+        (1, 0, 1), (1, 1, 1), (2, 0, 1), (2, 1, 1), (3, 0, 0), (3, 1, 0)
+    }  # fmt: skip
+    for episode in again:
+        book.submit(result(episode, 1.0), 0.0)
+    state = book.evaluations.state("eval")
+    assert (state.over, state.all, state.blocked, state.faults) == (True, [7, 7, 8], 1, 0)
+
+
+def test_what_judges_took_is_summed_a_row(tmp_path: Path) -> None:
+    book, _ = make_book(tmp_path)
+    for assignment in book.assign("w", "s", 2, 0.0):
+        trajectory = result(assignment, 1.0)
+        trajectory.judge_cost = JudgeCost(3, 100, 10, 2.0 + assignment.sample_index, 0.5)
+        book.submit(trajectory, 0.0)
+    row = book.judge_row()
+    assert names_in(row) == names_of("Judge")
+    assert row == {
+        "judge/episodes": 2, "judge/requests": 6, "judge/tokens": 220, "judge/seconds": 2.5, "judge/cost": 1.0
+    }  # fmt: skip
+    assert book.judge_row() == {}
 
 
 def train_two_steps(book: Book) -> list[list[int]]:

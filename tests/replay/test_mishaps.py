@@ -82,7 +82,7 @@ async def test_a_spool_that_takes_nothing_more_ends_the_run(start: Start, monkey
 
 async def test_trajectories_that_fill_the_disk_budget_ask_for_a_checkpoint(start: Start) -> None:
     """replay.queue_bytes is in use by what was trained and is in no checkpoint yet."""
-    system = start(replay={"queue_bytes": 900, "eta": 0})
+    system = start(replay={"queue_bytes": 1200, "eta": 0})
     await system.ask(BeginTraining(), Done)
     version = (await system.ask(TrainerStarted(0, -1), Version)).version
     for step in range(3):

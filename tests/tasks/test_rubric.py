@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from scripted_judge import ScriptedJudge, images_of, text_of, verdict
 
+from megatron_webrl import chat
 from megatron_webrl.config import JudgeConfig
 from megatron_webrl.errors import UserError
 from megatron_webrl.tasks import Evidence, PageState, Ruling, Verdict
@@ -21,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rubric_module, "BACK_OFF_S", (0.02, 0.05))
+    monkeypatch.setattr(chat, "BACK_OFF_S", (0.02, 0.05))
 
 
 def evidence(answer: str = "3 €", screenshots: int = 2) -> Evidence:
@@ -176,8 +177,8 @@ async def test_a_busy_server_is_asked_again_when_it_says(status: int) -> None:
     found, server = await judged(lambda text: next(replies, verdict(True)))
     assert found.ruling is Ruling.SUCCESS
     assert len(server.asked) == 6
-    assert rubric_module._seconds("100000") == rubric_module.BACK_OFF_S[1]
-    assert rubric_module._seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert chat.seconds("100000") == chat.BACK_OFF_S[1]
+    assert chat.seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
 
 async def test_a_refusal_for_good_is_not_repeated() -> None:
