@@ -1,11 +1,13 @@
 """Wilson's interval: known values, its bounds and its coverage."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from megatron_webrl.observe import wilson
+from megatron_webrl.observe import clustered, wilson
 
 
 @settings(deadline=None)
@@ -32,3 +34,18 @@ def test_refuses_what_is_no_proportion(k: int, n: int):
     """More successes than trials, or fewer than none, is a mistake of the caller."""
     with pytest.raises(ValueError, match="successes of"):
         wilson(k, n)
+
+
+def test_episodes_of_one_task_count_less_than_as_many_of_different_tasks() -> None:
+    """All alike within a task: the interval of the tasks alone.  Independent: about that of the episodes.  In between always."""
+    alike = [1.0] * 30 + [0.0] * 70
+    assert clustered(100, sum(alike), sum(m * m for m in alike), episodes=400) == pytest.approx(
+        wilson(30, 100), abs=2e-3
+    )
+    dice = random.Random(0)
+    means = [sum(dice.random() < 0.3 for _ in range(4)) / 4 for _ in range(4000)]
+    low, high = clustered(4000, sum(means), sum(m * m for m in means), episodes=16000)
+    expected = wilson(sum(means) / 4000 * 16000, 16000)
+    assert (low, high) == pytest.approx(expected, abs=2e-3)
+    assert clustered(5, 5.0, 5.0, episodes=20) == wilson(5, 5)
+    assert clustered(1, 1.0, 1.0, episodes=4) == (0.0, 1.0)
