@@ -94,7 +94,7 @@ class ScriptedModel:
 
     async def _complete(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
-        said = format_call({"action": "left_click", "coordinate": [75, 400]})
+        said = format_call({"action": "left_click", "coordinate": [75, 210]})
         return web.json_response({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
 
     @contextlib.contextmanager
