@@ -13,6 +13,7 @@ import psutil
 import pytest
 from below import processes_below
 from fake_generations import FakeGenerations
+from judged_environment import Judged
 
 from megatron_webrl.agent import BrowserWorker, format_call
 from megatron_webrl.config import RunConfig
@@ -199,6 +200,25 @@ async def test_what_comes_with_an_acknowledgement_is_run_in_the_same_slot(fake: 
     assert max(len(m.running) + m.slots for _, m in fake.polls) <= config.browser.slots
     [session] = {m.session for messages in fake.results.values() for m in messages}
     assert {(m.worker, m.session) for _, m in fake.polls} == {("worker-0", session)}
+
+
+async def test_judging_holds_no_slot_and_has_a_bound(
+    fake: FakeRun, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slot goes on while its last episode is judged; as many are judged at once as there are slots, then it waits; the
+    leases of all are renewed."""
+    monkeypatch.setattr(Judged, "seconds", 1.5)
+    monkeypatch.setattr(Judged, "most", 0)
+    tasks = config.tasks.model_copy(update={"environment": "judged_environment:Judged"})
+    one = config.browser.model_copy(update={"slots": 1})
+    fake.replies = {"What is the word?": format_call({"action": "answer", "text": "success"})}
+    fake.todo = assignments(4)
+    async with fake.worker(config.model_copy(update={"tasks": tasks, "browser": one})):
+        await fake.until(lambda: len(fake.results) == 4)
+    assert max(len(m.running) for _, m in fake.polls) == 2, "one in its slot, one judged"
+    assert max(len(m.running) + m.slots for _, m in fake.polls) == 2
+    assert Judged.most == 2, "the one in the slot answered before the other was judged"
+    assert all(m[0].trajectory.verdict == "because" for m in fake.results.values())
 
 
 async def test_evaluation_travels_without_payload(fake: FakeRun, config: RunConfig) -> None:
