@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from typing import Any
 
 from megatron_webrl.browser.chromium import Chromium
 from megatron_webrl.browser.faults import BrowserFault
@@ -44,6 +45,8 @@ class PagePool:
         """Used ones, least recently first; all of the present Chromium, as are the spares."""
         self._spares: list[Page] = []
         """Fresh ones."""
+        self._closing: set[asyncio.Future[Any]] = set()
+        """Idle pages of earlier browsers, on their way out."""
         self._filling: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -93,6 +96,7 @@ class PagePool:
         self._retired.clear()
         for chromium in ours:
             await chromium.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     # Pages ----------------------------------------------------------------------------------------------------------
 
@@ -179,15 +183,14 @@ class PagePool:
             log.warning("the browser died: a new one is launched")
         idle = [*self._free, *self._spares]
         self._free, self._spares = [], []
-        if not old.connected:
-            old.pages -= len(idle)
-            await old.close()
-            return
+        old.pages -= len(idle)
         self._retired.add(old)
-        old.pages += 1  # so that none of these takes it along while others are to be closed
-        for page in idle:
-            await self._close_page(page)
-        await self._one_page_less(old)
+        closing = asyncio.ensure_future(asyncio.gather(*(page.close() for page in idle), return_exceptions=True))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        if not old.connected or old.pages <= 0:
+            self._retired.discard(old)
+            await asyncio.shield(old.close())
 
     async def _watch(self) -> None:
         """Retire a browser that holds too much memory; kill one that holds twice as much."""
