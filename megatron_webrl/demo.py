@@ -71,6 +71,11 @@ def _check_first(config: RunConfig) -> None:
 
     if config.rollout_only or config.train_only is not None:
         raise UserError("rollout_only and train_only leave out half of what the demo shows: use `megatron-webrl train`")
+    if config.tasks.environment != "miniwob":
+        raise UserError(
+            f"tasks.environment={config.tasks.environment} has no scripts to demonstrate its tasks: the demo is of miniwob, use "
+            "`megatron-webrl train`"
+        )
     run_dir, model = Path(config.run_dir).resolve(), Path(config.model.path).resolve()
     if Path.cwd().is_relative_to(run_dir):
         raise UserError(f"run_dir={config.run_dir} holds the working directory: give a directory of its own")

@@ -172,6 +172,13 @@ def test_absent_file(tmp_path: Path):
     assert "give the path of a YAML file" in refusal(tmp_path)
 
 
+def test_secrets_are_masked_where_the_configuration_is_written() -> None:
+    config = validate(MINIMAL | {"browser": {"credentials": {"Shop.local:7770": ["correct horse"]}}}, "test")
+    assert config.browser.credentials["shop.local:7770"][0].get_secret_value() == "correct horse"
+    assert "correct horse" not in dump(config) + repr(config)
+    assert "shop.local:7770" in dump(config)
+
+
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(
     eta=st.integers(0, 50),
