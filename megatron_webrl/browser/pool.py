@@ -107,7 +107,7 @@ class PagePool:
             if page.alive:
                 return page
             await self._close_page(page)
-        while self._free and chromium.pages >= self._limit:
+        while self._free and chromium.pages >= self._limit + self._config.spare_contexts:
             kinds = Counter(p.used_for for p in self._free)
             page = max(self._free, key=lambda p: kinds[p.used_for])  # not the oldest: tasks come in turn
             self._free.remove(page)

@@ -17,7 +17,7 @@ CONFIG = BrowserConfig(
     slots=2,
     viewport=(300, 200),
     action_timeout_s=10,
-    settle_limit_s=3,
+    settle_limit_s=2,
     allow_hosts=["*"],
     private_hosts=["localhost"],
 )

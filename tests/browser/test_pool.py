@@ -39,7 +39,7 @@ async def test_a_page_is_reused_only_when_given_back_as_reusable(pool: PagePool,
 
 async def test_the_number_of_pages_is_bounded(site: Path, config: BrowserConfig) -> None:
     """Then one of the commonest kind is closed for another purpose; with both slots in use a third episode waits."""
-    pool = PagePool(config.model_copy(update={"pages": 3}), AllowList(folders=(site,)))
+    pool = PagePool(config.model_copy(update={"pages": 3, "spare_contexts": 0}), AllowList(folders=(site,)))
     try:
         [a] = [await _use(pool, "a")]
         first, second = [await pool.acquire("b") for _ in range(2)]

@@ -36,7 +36,7 @@ async def config(web: FaultSite) -> BrowserConfig:
     return BrowserConfig(
         slots=2,
         viewport=(300, 200),
-        settle_limit_s=3,
+        settle_limit_s=1.5,
         private_hosts=[f"localhost:{web.port}", f"login.test:{web.port}", "169.254.169.254"],
         credentials={f"login.test:{web.port}": [PASSWORD]},
     )
