@@ -111,9 +111,9 @@ async def run_episode(
             ended = _Ended(Outcome.FAULT, "agent_error")
         finally:
             await episode.close()
-        if judge is not None and run.evidence is not None and ended.reason == "answered":
-            released()
-            ended = await _judged(judge, run.evidence, trace, lane)
+    if judge is not None and run.evidence is not None and ended.reason == "answered":
+        released()
+        ended = await _judged(judge, run.evidence, trace, lane)
     trains = ended.outcome in (Outcome.SUCCESS, Outcome.FAILURE)
     versions = [v for step in run.steps for v in unpack(step.versions, INT32).tolist()]
     trajectory = Trajectory(

@@ -30,6 +30,8 @@ INTERRUPTED = ("interrupted by another navigation", "context was destroyed", "Ca
 """Errors of a call that a navigation overtook: the call may be made again."""
 INTERRUPTIONS = 10
 INTERRUPTION_PAUSE_S = 0.05
+NEWS_S = 0.1
+"""After an error: the news that the browser died may come after what that broke."""
 MAX_TABS = 8
 MAX_NOTES = 10
 NOTE_CHARACTERS = 200
@@ -224,6 +226,8 @@ class Page:
             raise PageTimeout(f"no answer within {self.timeout_s:g} s") from error
         except Error as error:
             reason = error.message.partition("\n")[0]
+            if not any(words in reason for words in INTERRUPTED):
+                await asyncio.sleep(NEWS_S)
             gone = any(words in reason.lower() for words in GONE)
             if gone and not self._crashed and self.chromium.connected and 0 < len(self._tabs) < tabs:
                 raise TabClosed(reason) from error
