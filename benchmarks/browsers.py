@@ -1,6 +1,6 @@
 """Browser steps of ours, of raw Playwright and of BrowserGym on the same pages: speed, CPU, memory, and what a reset costs.
 
-    python -m benchmarks.browsers [--slots 1,2,4,8] [--steps 60] [--rounds 3] [--without browsergym] [--json FILE]
+    python -m benchmarks.browsers [--slots 1,2,4,8] [--steps 60] [--rounds 2] [--without browsergym] [--json FILE]
 
 A step is a click at coordinates and a PNG of 1280 × 768; the pages are MiniWoB++'s, N at once, their seeds fixed.  Every click
 hits something and no click ends an episode: an arm whose pictures stay as they are fails.  An arm runs in a process of its own;
@@ -51,7 +51,9 @@ SPOTS = {
 TASKS = tuple(SPOTS)
 EPISODE_STEPS = 10
 EPISODES = 2
-"""A slot, measured, after one to warm up."""
+"""Of BrowserGym a slot, measured, after one to warm up."""
+RESETS = 6
+"""Of the other arms, all slots together, but each slot makes at least EPISODES."""
 CHANGING = 0.9
 """Share of the steps that must change the picture."""
 REST_S = 1.0
@@ -202,6 +204,7 @@ async def measure(arm: str, slots: int, steps: int) -> dict[str, float]:
     resets: list[float] = []
     ends: list[float] = []
     changed = 0
+    episodes = max(EPISODES, RESETS // slots)
 
     async def run(slot: Slot, first: int, last: int) -> None:
         """Episodes first … last-1; each ends as the next begins, so the newest stands."""
@@ -220,14 +223,14 @@ async def measure(arm: str, slots: int, steps: int) -> dict[str, float]:
         nonlocal changed
         before = b""
         for n in range(steps):
-            shot = await slot.step(EPISODES, EPISODE_STEPS + n)
+            shot = await slot.step(episodes, EPISODE_STEPS + n)
             changed += shot != before
             before = shot
 
     try:
         await asyncio.gather(*(run(slot, 0, 1) for slot in made))
         resets.clear()
-        await asyncio.gather(*(run(slot, 1, 1 + EPISODES) for slot in made))
+        await asyncio.gather(*(run(slot, 1, 1 + episodes) for slot in made))
         await asyncio.sleep(REST_S)
         cpu, began = cpu_seconds(), time.perf_counter()
         await asyncio.gather(*map(only_steps, made))
@@ -482,7 +485,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=60, help="measured a round, all slots together; a slot makes at least 10"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--without", nargs="*", default=[], choices=ARMS, help="arms to leave out")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # with one size, and the steps of a slot
