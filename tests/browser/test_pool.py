@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import psutil
 import pytest
 from below import processes_below
 
-from megatron_webrl.browser import AllowList, BrowserFault, Page, PagePool, find_chromium
+from megatron_webrl.browser import AllowList, BrowserFault, Chromium, Page, PagePool, find_chromium
+from megatron_webrl.browser import pool as pool_module
 from megatron_webrl.config import BrowserConfig
 from megatron_webrl.errors import UserError
 
@@ -109,6 +111,56 @@ async def test_a_browser_is_recycled_and_the_old_one_ends_with_its_last_page(sit
     finally:
         await pool.close()
     assert processes_below() == []
+
+
+async def test_the_next_context_is_ready_before_it_is_asked_for(pool: PagePool, page: Page, site: Path) -> None:
+    """Made while an episode runs; fresh, and another is made after it was taken."""
+    await _until(lambda: len(pool._spares) == 1)
+    [spare] = pool._spares
+    await pool.release(page)
+    assert await pool.acquire() is spare
+    assert spare.url == "about:blank"
+    await _until(lambda: len(pool._spares) == 1)
+    assert pool._spares != [spare]
+
+
+@pytest.mark.parametrize("times", [1.5, 2.5])
+async def test_a_browser_that_holds_too_much_is_replaced_and_killed_beyond_twice_that(
+    site: Path, config: BrowserConfig, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """browser.slot_bytes a slot: above it the episodes under way end in it, above twice that they are faults."""
+    monkeypatch.setattr(pool_module, "WATCH_S", 0.05)
+    monkeypatch.setattr(Chromium, "held_bytes", lambda self: 0)
+    pool = PagePool(config, AllowList(folders=(site,)))
+    try:
+        old = await pool.acquire()
+        monkeypatch.setattr(Chromium, "held_bytes", lambda self: int(times * config.slot_bytes * config.slots))
+        await _until(lambda: old.chromium.retired)
+        if times > 2:
+            with pytest.raises(BrowserFault):
+                await old.evaluate("() => new Promise(() => {})")
+        else:
+            await old.goto((site / "index.html").as_uri(), until="load")
+            assert await old.evaluate("() => document.title") == "field"
+        monkeypatch.setattr(Chromium, "held_bytes", lambda self: 0)
+        new = await pool.acquire()
+        assert new.chromium is not old.chromium
+        await pool.release(old)
+        await pool.release(new)
+    finally:
+        await pool.close()
+    assert processes_below() == []
+
+
+async def test_what_a_browser_holds_is_measured(page: Page) -> None:
+    """PSS of the browser and its renderers, hundreds of megabytes at most."""
+    assert 50 << 20 < page.chromium.held_bytes() < 1 << 30
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (others' state, which announces nothing)
+            await asyncio.sleep(0.02)
 
 
 def test_a_missing_chromium_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
