@@ -218,6 +218,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from megatron_webrl import launch
 
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UserError(f"--json {arguments.json}: {arguments.json.parent} is no directory: make it, or give another file")
     if arguments.dry_run:
         print(launch.dry_run_evaluation(config))
         return 0

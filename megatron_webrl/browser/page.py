@@ -255,6 +255,12 @@ class Page:
                     raise
         raise AssertionError("not reached")
 
+    async def begin(self, url: str, *, until: str = "commit") -> int | None:
+        """`goto` the page of an episode before which there is none, not even the blank one."""
+        status = await self.goto(url, until=until)
+        await self.call((await self._session()).send("Page.resetNavigationHistory"))
+        return status
+
     async def go_back(self) -> None:
         """To the page before; a tab at its first page is closed instead, if it is not the only one.  Raises PageError if
         there is nowhere to go."""

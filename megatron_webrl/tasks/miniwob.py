@@ -196,7 +196,7 @@ class MiniWobEpisode:
             await page.call(page.raw.mouse.move(size["width"] - 1, size["height"] - 1))
         else:
             page.used_for = ""
-            await page.goto((html_folder() / "miniwob" / f"{self.task.name}.html").as_uri(), until="load")
+            await page.begin((html_folder() / "miniwob" / f"{self.task.name}.html").as_uri(), until="load")
             page.used_for = self.task.name
         self._utterance, self._title = await page.evaluate(RESET, [self.task.seed, self._token])
         self._clean = self.task.name in RESETTABLE

@@ -85,7 +85,7 @@ class WebEpisode:
     async def reset(self) -> Observation:
         """Raises SiteBlocked if the site does not let the agent in."""
         self._page = await self._environment.pool.acquire()
-        status = await self.page.goto(self._environment.start_url(self.task))
+        status = await self.page.begin(self._environment.start_url(self.task))
         if status in BLOCKED_STATUS:
             raise SiteBlocked(f"{self.page.url[:200]} answers with HTTP status {status}")
         self._title, self._scroll = await self.page.settle()

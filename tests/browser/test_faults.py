@@ -116,8 +116,12 @@ async def test_a_storm_of_tabs_is_bounded(web: FaultSite, page: Page) -> None:
 
 
 async def test_going_back_from_the_first_page_is_refused(web: FaultSite, page: Page) -> None:
-    error, *_ = await do(page, {"action": "go_back"})
-    assert error == "there is no page before this one"
+    """An episode's first page is the first: the blank one before it is none to go back to."""
+    await page.begin(f"{web.url}/index")
+    assert await do(page, {"action": "go_back"}) == ("there is no page before this one", "index", [])
+    await visit(page, f"{web.url}/late")
+    assert (await do(page, {"action": "go_back"}))[1] == "index"
+    assert (await do(page, {"action": "go_back"}))[0] == "there is no page before this one"
 
 
 async def test_downloads_are_refused_and_told(web: FaultSite, page: Page) -> None:
