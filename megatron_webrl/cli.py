@@ -219,7 +219,9 @@ def _eval(arguments: argparse.Namespace) -> int:
     from megatron_webrl import launch
 
     if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UserError(f"--json {arguments.json}: {arguments.json.parent} is no directory: make it, or give another file")
+        raise UserError(
+            f"--json {arguments.json}: {arguments.json.parent} is no directory: make it, or give another file"
+        )
     if arguments.dry_run:
         print(launch.dry_run_evaluation(config))
         return 0

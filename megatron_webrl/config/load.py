@@ -77,8 +77,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing: set it in the file or as {key}=VALUE"
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return message
+    if error["type"] == "value_error" and not isinstance(error["input"], str):
+        return message  # a section's or the whole's: it names keys and values itself
     if error["type"] == "too_short":
         return f"{key}={error['input']!r} is too short: give at least one"
     return f"{key}={error['input']!r}: {message[0].lower()}{message[1:]}"

@@ -5,14 +5,20 @@ Imports no torch: `--dry-run`, `doctor` and `plan` must answer in a second on a 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-HostPattern = Annotated[
-    str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*)$"), AfterValidator(str.lower)
-]
+
+def _host_pattern(value: str) -> str:
+    if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", value):
+        raise ValueError("this names no host: write site.org, site.org:8080, *.site.org or *, without scheme and path")
+    return value.lower()
+
+
+HostPattern = Annotated[str, AfterValidator(_host_pattern)]
 Pixels = Annotated[int, Field(gt=0, le=16_384)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Level = Annotated[int, Field(ge=1, le=15)]

@@ -84,7 +84,7 @@ def _type(annotation: Any, bounds: str = "") -> str:
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type(arguments[0], _bounds(arguments[1]))
+        return _type(arguments[0], _bounds(arguments[1]) if isinstance(arguments[1], FieldInfo) else "")
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
