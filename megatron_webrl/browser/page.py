@@ -258,13 +258,13 @@ class Page:
     async def begin(self, url: str, *, until: str = "commit") -> int | None:
         """`goto` the page of an episode before which there is none, not even the blank one."""
         status = await self.goto(url, until=until)
-        await self.call((await self._session()).send("Page.resetNavigationHistory"))
+        await self._command("Page.resetNavigationHistory")
         return status
 
     async def go_back(self) -> None:
         """To the page before; a tab at its first page is closed instead, if it is not the only one.  Raises PageError if
         there is nowhere to go."""
-        history = await self.call((await self._session()).send("Page.getNavigationHistory"))
+        history = await self._command("Page.getNavigationHistory")
         if history["currentIndex"] > 0:
             await self.call(self.raw.go_back(wait_until="commit"))
         elif len(self._tabs) > 1:
@@ -321,11 +321,7 @@ class Page:
         options = dict(self._encoding)
         if self._clip:
             options["clip"] = {**self._clip, "x": scroll[0], "y": scroll[1]}
-
-        async def capture() -> Any:
-            return await (await self._session()).send("Page.captureScreenshot", options)
-
-        answer = await self._uninterrupted(capture)
+        answer = await self._command("Page.captureScreenshot", options)
         return base64.b64decode(answer["data"])
 
     async def check_typing(self, text: str) -> None:
@@ -355,6 +351,14 @@ class Page:
             for pattern, secrets in self._config.credentials.items()
             for secret in secrets
         )
+
+    async def _command(self, name: str, options: dict[str, Any] | None = None) -> Any:
+        """Of the DevTools protocol, to the newest tab."""
+
+        async def send() -> Any:
+            return await (await self._session()).send(name, options)
+
+        return await self._uninterrupted(send)
 
     async def _session(self) -> CDPSession:
         """Of the newest tab."""
