@@ -32,6 +32,8 @@ INTERRUPTIONS = 10
 INTERRUPTION_PAUSE_S = 0.05
 NEWS_S = 0.1
 """After an error: the news that the browser died may come after what that broke."""
+TAB_S = 2.0
+"""A tab that was announced opens within that, or counts as none."""
 MAX_TABS = 8
 MAX_NOTES = 10
 NOTE_CHARACTERS = 200
@@ -99,6 +101,8 @@ class Page:
         self._tabs: list[Any] = []
         """Open ones, oldest first."""
         self._sessions: dict[Any, CDPSession] = {}
+        self._announced: float | None = None
+        """When a tab was, that is not open yet."""
         self._notes: list[str] = []
         self._answers: set[asyncio.Task[None]] = set()
         clip = {"x": 0, "y": 0, "width": config.view[0], "height": config.view[1], "scale": 1}
@@ -145,7 +149,12 @@ class Page:
         notes, self._notes = self._notes, []
         return notes
 
+    def _on_window_open(self, _: Any) -> None:
+        """The tab itself comes when its process is there: on a busy machine later than a page takes to settle."""
+        self._announced = time.monotonic()
+
     def _on_tab(self, tab: Any) -> None:
+        self._announced = None
         if len(self._tabs) >= MAX_TABS:
             self.note(f"a new tab was closed: {MAX_TABS} are open")
             self._answer(tab.close())
@@ -300,6 +309,8 @@ class Page:
             except PageError as error:  # it goes from page to page, or has broken what the script needs
                 title, scroll, busy_s = "", [0.0, 0.0], 0.1
                 moving = any(words in str(error) for words in INTERRUPTED)
+            if self._announced is not None and time.monotonic() - self._announced < TAB_S:
+                busy_s = max(busy_s, 0.02)
             left = end - time.monotonic()
             if left <= 0 or (busy_s <= 0 and raw is self.raw):
                 break
@@ -364,7 +375,9 @@ class Page:
         """Of the newest tab."""
         raw = self.raw
         if raw not in self._sessions:
-            self._sessions[raw] = await self.call(raw.context.new_cdp_session(raw))
+            session = self._sessions[raw] = await self.call(raw.context.new_cdp_session(raw))
+            session.on("Page.windowOpen", self._on_window_open)
+            await self.call(session.send("Page.enable"))
         return self._sessions[raw]
 
     async def close(self) -> bool:
