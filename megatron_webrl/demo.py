@@ -147,7 +147,7 @@ def _conclude(config: RunConfig, run_dir: Path, result: RunResult, minutes: dict
             when: result.evaluations[when].faults + result.evaluations[when].blocked for when in ("before", "after")
         },
         "success_by_task": {
-            when: {name: s / n for name, (s, _, n) in sorted(result.evaluations[when].by_task.items())}
+            when: {name: t.successes / t.episodes for name, t in sorted(result.evaluations[when].by_task.items())}
             for when in ("before", "after")
         },
         "trajectories_trained": account.trained,

@@ -633,9 +633,10 @@ class EvaluationConfig(Section):
     seeds: int = Field(default=1, gt=0)
     """Episodes a task, with as many seeds of the sampler."""
     every: int | None = Field(default=None, gt=0)
-    """Train steps between evaluations that run beside training, on slots of their own, and never hold it up; null: none."""
-    concurrent: int | None = Field(default=None, gt=0)
-    """Most episodes at once of an evaluation beside training; null: a quarter of all slots."""
+    """Train steps between evaluations that run beside training and never hold it up; null: none."""
+    share: float = Field(default=0.25, gt=0, lt=1)
+    """Of an evaluation beside training: most of the slots that it has at once (but one it may), and of the episodes that are
+    begun while train episodes wait for a slot, too."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -657,6 +658,11 @@ class EvaluationConfig(Section):
         if self.endpoint is not None and not self.endpoint_model:
             raise ValueError(
                 f"evaluation.endpoint_model='' with evaluation.endpoint={self.endpoint}: name the model that is measured"
+            )
+        if self.every is not None and not self.episodes:
+            raise ValueError(
+                f"evaluation.every={self.every} with evaluation.episodes=0 evaluates nothing: give a number of episodes, or "
+                "every=null"
             )
         return self
 

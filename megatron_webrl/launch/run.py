@@ -188,7 +188,7 @@ class Run:
             state: EvaluationState = self.request(EvaluationProgress(name), EvaluationState)
             self.display.evaluating(name, state)
             if state.over:
-                if not state.all[1]:
+                if not state.all.results:
                     raise RunFailed(
                         f"evaluation {name}: no episode had a result, but {state.reasons} (logs: {self.cluster.log_dir})"
                     )

@@ -22,17 +22,22 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
-def clustered(tasks: float, total: float, squares: float, *, episodes: int) -> tuple[float, float]:
+def clustered(successes: int, episodes: int, *, tasks: int, ss: int, se: int, ee: int) -> tuple[float, float]:
     """Interval of a success rate whose episodes come several a task: Wilson's at the effective number of episodes, rate·(1 −
-    rate) / (s² / tasks), s² the variance of the tasks' means, but not more than there are episodes nor fewer than tasks.
-    Episodes of a task are alike, so they count less than as many of different tasks.
+    rate) / V.  Episodes of a task are alike, so they count less than as many of different tasks.
 
-    tasks: how many; total, squares: Σ m and Σ m² of their means m; episodes: in all.
+    V = tasks / (tasks − 1) · Σ (s − rate·e)² / (Σ e)² is the variance of a ratio over clusters, with s successes in e episodes of
+    each task (which may differ: W. G. Cochran, Sampling Techniques, 1977, ch. 6).  The effective number is at most that of
+    episodes, and at least that of tasks as Kish counts them, (Σ e)² / Σ e².
+
+    successes, episodes: Σ s and Σ e over the `tasks` with e > 0; ss, se, ee: Σ s², Σ s·e and Σ e².  (0, 1) for less than two
+    tasks, which say nothing of others.
     """
     if tasks < 2:
         return 0.0, 1.0
-    rate = total / tasks
-    variance = max(0.0, (squares - tasks * rate * rate) / (tasks - 1)) / tasks
-    effective = rate * (1 - rate) / variance if variance > 0 else tasks
-    effective = min(max(effective, tasks), episodes)
+    rate = successes / episodes
+    variance = tasks / (tasks - 1) * (ss - 2 * rate * se + rate * rate * ee) / episodes**2
+    fewest = episodes * episodes / ee
+    effective = rate * (1 - rate) / variance if variance > 1e-12 else fewest
+    effective = min(max(effective, fewest), episodes)
     return wilson(min(rate * effective, effective), effective)

@@ -64,8 +64,8 @@ class Book:
 
     sampler: of the tasks of train groups; temperature: of train episodes; deadline_s: of an episode's own steps; seed: of the
     run; successes_only: RAFT++; same_start: the records are those of a coordinator of this very start of the run, whose
-    workers live on; beside: most episodes at once of evaluations beside training; keep_evaluations: go on with those of an
-    earlier start.
+    workers live on; beside, share: most episodes at once of an evaluation beside training, and its share of those that are
+    begun while train episodes wait, too; keep_evaluations: go on with those of an earlier start.
     """
 
     def __init__(
@@ -82,11 +82,14 @@ class Book:
         successes_only: bool = False,
         same_start: bool = False,
         beside: int = 1,
+        share: float = 0.25,
         keep_evaluations: bool = False,
     ) -> None:
         self.config = config
         self.evaluations = Evaluations(records.ledger, config.max_attempts)
-        self._beside = beside
+        self._beside, self._share = beside, share
+        self._due = 1.0
+        """Episodes of an evaluation beside training that it may begin before train episodes, by its share."""
         self.training_allowed = False
         self.full = False
         """Back-pressure: no new groups."""
@@ -131,13 +134,13 @@ class Book:
 
     def _restore(self, now: float, same_start: bool, keep_evaluations: bool) -> None:
         ledger = self.records.ledger
+        if keep_evaluations:
+            self.evaluations.restore(anew=not same_start)
+        else:
+            ledger.forget_evaluations()
         open_groups = {row.group_id: row for row in ledger.open_groups()}
         whole = [a for a in ledger.live() if a.group_id not in open_groups and a.state in ("queued", "in_training")]
         self.queue.restore(whole, ledger.tasks({a.group_id for a in whole}), now)
-        if keep_evaluations:
-            self.evaluations.restore()
-        else:
-            ledger.forget_evaluations()
         for row in open_groups.values():
             self._restore_group(row, now, same_start, keep_evaluations)
 
@@ -218,9 +221,24 @@ class Book:
         return lease
 
     def _next_open(self) -> _Open | None:
+        """Whose episode is next: an evaluation's that training waits for; else a train group's, and in its share that of an
+        evaluation beside them."""
         evaluated = self._first_waiting(Lane.EVAL)
-        if evaluated is not None and self._may_evaluate(evaluated):
+        if evaluated is None:
+            return self._next_train()
+        if not self.evaluations.is_beside(evaluated.row.evaluation):
             return evaluated
+        room = sum(lease.attempt.lane == Lane.EVAL for lease in self._leases.values()) < self._beside
+        if not (room and self._due >= 1.0) and (group := self._next_train()) is not None:
+            due = self._share / (1 - self._share)
+            self._due = min(max(1.0, due), self._due + due)
+            return group
+        if not room:
+            return None
+        self._due = max(0.0, self._due - 1.0)
+        return evaluated
+
+    def _next_train(self) -> _Open | None:
         if self.queue.catching_up:
             return None
         if (group := self._first_waiting(Lane.TRAIN)) is not None:
@@ -240,12 +258,6 @@ class Book:
                 return group
             heapq.heappop(waiting)
         return None
-
-    def _may_evaluate(self, group: _Open) -> bool:
-        """Beside training an evaluation has a few slots and no more."""
-        if not self.evaluations.is_beside(group.row.evaluation):
-            return True
-        return sum(lease.attempt.lane == Lane.EVAL for lease in self._leases.values()) < self._beside
 
     def _admitted(self) -> bool:
         return may_start_group(self.census(), eta=self.config.eta, batch_units=self.queue.batch_units)
@@ -336,7 +348,8 @@ class Book:
         """An attempt without a result that trains: issue it again, or drop its group."""
         group, attempt = lease.group, lease.attempt
         self._drop([attempt], reason, group.row.task, trajectory)
-        if fate(outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE:
+        again = fate(outcome, attempt.attempt, max_attempts=self.config.max_attempts) is Fate.REISSUE
+        if again or self.evaluations.runs_again(attempt):
             group.pending.appendleft((attempt.sample_index, attempt.attempt + 1))
             heapq.heappush(self._waiting[group.row.lane], group.row.group_id)
         elif group.row.lane is Lane.EVAL:
@@ -471,7 +484,7 @@ class Book:
         group.attempts[attempt.sample_index] = attempt
         self.evaluations.count(group.row.evaluation, group.row.task, attempt)
         if len(group.attempts) == group.row.size:
-            self.evaluations.count_task(group.row.evaluation, list(group.attempts.values()))
+            self.evaluations.count_task(group.row.evaluation, group.row.task, list(group.attempts.values()))
             self._close(group)
 
     # Accounts -------------------------------------------------------------------------------------------------------

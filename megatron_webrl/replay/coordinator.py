@@ -122,6 +122,7 @@ class Coordinator:
         self._ledger = self._records.ledger
         self._same_start = same_start = self._ledger.recall("run_id", None) == run_id
         self._sampler = make_sampler(config.tasks, config.seed, config.replay.group_size)
+        slots = config.browser.workers * config.browser.slots
         self.book = Book(
             config.replay,
             self._records,
@@ -133,7 +134,8 @@ class Coordinator:
             record_every=config.observe.record_every,
             successes_only=config.algorithm.objective == "raft++",
             same_start=same_start,
-            beside=config.evaluation.concurrent or max(1, config.browser.workers * config.browser.slots // 4),
+            beside=max(1, int(config.evaluation.share * min(slots, config.replay.max_concurrent_episodes))),
+            share=config.evaluation.share,
             keep_evaluations=keep_evaluations,
         )
         self._store = Client(store_address, run_id, "coordinator", keys=keys)
@@ -513,7 +515,7 @@ class Coordinator:
         return Done()
 
     async def _evaluation_progress(self, _: str, m: EvaluationProgress) -> EvaluationState:
-        return self.book.evaluations.state(m.name)
+        return self.book.evaluations.progress(m.name)
 
     async def _begin_training(self, _: str, m: BeginTraining) -> Done:
         if self._began_at is None:

@@ -259,6 +259,10 @@ class Ledger:
         """It is complete, or dropped."""
         self._db.execute("UPDATE groups SET open=0 WHERE group_id=?", (group_id,))
 
+    def reopen_group(self, group_id: int) -> None:
+        """It is not complete after all."""
+        self._db.execute("UPDATE groups SET open=1 WHERE group_id=?", (group_id,))
+
     def open_groups(self) -> list[OpenGroup]:
         """Groups that were begun and are not complete, oldest first."""
         rows = self._db.execute(
@@ -286,7 +290,7 @@ class Ledger:
     def forget_evaluations(self) -> None:
         """The evaluations so far are of an earlier start of the run: their names are free again."""
         self._db.execute("UPDATE groups SET evaluation='' WHERE evaluation!=''")
-        self.remember(evaluations={})
+        self.remember(evaluations={}, evaluated_again=[])
 
     def evaluated(self, evaluation: str) -> list[tuple[Task, list[Attempt]]]:
         """The tasks of an evaluation, each with its attempts."""

@@ -456,21 +456,38 @@ class EvaluationProgress(Message):
     name: str
 
 
+class Tally(msgspec.Struct, array_like=True):
+    """Episodes of an evaluation that ended; the last four, for intervals, are of tasks of which all did: s successes and r
+    episodes with a result each."""
+
+    successes: int = 0
+    results: int = 0
+    """Episodes with a result."""
+    episodes: int = 0
+    tasks: int = 0
+    """With r > 0."""
+    ss: int = 0
+    """Σ s²."""
+    sr: int = 0
+    """Σ s·r."""
+    rr: int = 0
+    """Σ r²."""
+
+
 class EvaluationState(Message):
-    """How far an evaluation is.  A tally is [successes, episodes with a result, episodes]."""
+    """How far an evaluation is."""
 
     name: str
     total: int
     """Episodes asked for: tasks × seeds."""
     seeds: int
     beside: bool = False
-    all: list[int] = msgspec.field(default_factory=lambda: [0, 0, 0])
-    """Tally of the episodes that ended."""
-    by_level: dict[int, list[int]] = {}
+    all: Tally = msgspec.field(default_factory=Tally)
+    by_level: dict[int, Tally] = {}
     """By difficulty."""
-    by_task: dict[str, list[int]] = {}
-    """By the task's name."""
-    by_seed: list[list[int]] = []
+    by_task: dict[str, Tally] = {}
+    """By the task's name; told once it is over."""
+    by_seed: list[Tally] = []
     reasons: dict[str, int] = {}
     """Why episodes ended, as trajectories say it."""
     blocked: int = 0
@@ -479,8 +496,6 @@ class EvaluationState(Message):
     """Episodes without a result because retries were exhausted."""
     steps: dict[bool, list[int]] = {}
     """Whether it succeeded -> [episodes with a result, their steps, their response tokens]."""
-    means: list[float] = msgspec.field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Of tasks whose episodes all ended: [tasks, Σ m, Σ m²], m the share of a task's episodes that succeeded."""
     min_version: int = -1
     """Of the policies that sampled its episodes."""
     max_version: int = -1
@@ -489,11 +504,11 @@ class EvaluationState(Message):
 
     @property
     def successes(self) -> int:
-        return self.all[0]
+        return self.all.successes
 
     @property
     def finished(self) -> int:
-        return self.all[2]
+        return self.all.episodes
 
     @property
     def over(self) -> bool:

@@ -50,7 +50,7 @@ def test_an_evaluation_is_killed_and_resumed(demo_run: Demo, small: Path) -> Non
     assert 20 <= len(kept) < 120
 
     refused = run(*line, "--resume", f"model.path={small.parent / 'demo' / 'model_final'}")
-    assert refused.returncode == 2 and "--resume: model.path is not as it was" in refused.stderr
+    assert refused.returncode == 2 and "--resume: model.path: the files are not those" in refused.stderr
     figures = run_dir / "figures.json"
     done = run(*line, "--resume", "--json", figures)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +67,7 @@ def test_an_evaluation_is_killed_and_resumed(demo_run: Demo, small: Path) -> Non
 def test_an_evaluation_runs_beside_training(demo_run: Demo, small: Path) -> None:
     """Train steps go on while it runs, its weights are those of several versions, and the end does not wait for it."""
     run_dir = small.parent / "beside"
-    settings = ["evaluation.every=1", "evaluation.episodes=12", "evaluation.concurrent=1", "trainer.steps=8"]
+    settings = ["evaluation.every=1", "evaluation.episodes=12", "trainer.steps=8"]
     done = run("train", small, f"run_dir={run_dir}", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     files = sorted(run_dir.glob("evaluation_step-*.json"))

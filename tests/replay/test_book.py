@@ -24,6 +24,7 @@ from megatron_webrl.replay.book import Book
 from megatron_webrl.replay.ledger import IllegalTransition
 from megatron_webrl.replay.records import Records
 from megatron_webrl.trajectory import Assignment, AttemptKey, JudgeCost, Lane, Outcome, Task, Trajectory, encode_steps
+from megatron_webrl.wire.messages import Tally
 
 
 class Counting:
@@ -47,7 +48,7 @@ class Counting:
 
 def make_book(directory: Path, now: float = 0.0, **options: Any) -> tuple[Book, Records]:
     """A book over the records in `directory`.  options: of the replay, or of the book (sampler, successes_only, same_start)."""
-    names = ("successes_only", "same_start", "beside", "keep_evaluations")
+    names = ("successes_only", "same_start", "beside", "share", "keep_evaluations")
     own = {key: options.pop(key) for key in names if key in options}
     sampler = options.pop("sampler", None) or Counting()
     config = ReplayConfig.model_validate({"group_size": 2, "groups_per_step": 2, **options})
@@ -496,7 +497,7 @@ def test_evaluation_goes_first_and_faults_count_as_episodes_and_it_survives_the_
     book.submit(result(again, 0.0, outcome=Outcome.FAULT), 0.0)
     state = book.evaluations.state("before")
     assert (state.total, state.finished, state.successes, state.faults) == (3, 3, 1, 1)
-    assert state.by_task == {"held-out": [1, 2, 3]}
+    assert counted(state.by_task) == {"held-out": (1, 2, 3)}
     assert records.ledger.account().issued == 0, "the account is of the train lane"
     (train,) = book.assign("w", "s", 1, 0.0)
     assert (train.lane, train.temperature, train.top_p, train.top_k) == (Lane.TRAIN, 1.0, 1.0, 0)
@@ -511,27 +512,89 @@ def held_out(n: int) -> list[Task]:
     return [Task(f"e/{i}", "test", f"held-out-{i}", i, 5, 1 + i) for i in range(n)]
 
 
+def count(tally: Tally) -> tuple[int, int, int]:
+    return tally.successes, tally.results, tally.episodes
+
+
+def counted(tallies: Mapping[Any, Tally]) -> dict[Any, tuple[int, int, int]]:
+    return {key: count(tally) for key, tally in tallies.items()}
+
+
 def test_an_evaluation_beside_training_has_its_slots_and_holds_nothing_up(tmp_path: Path) -> None:
     """At most `beside` of its episodes at once, whoever asks; train groups go on meanwhile; what ran is told with its policies'
-    versions, once."""
-    book, _ = make_book(tmp_path, eta=3, beside=2)
+    versions, once, also by a coordinator that was killed."""
+    book, records = make_book(tmp_path, eta=9, beside=2)
     book.begin_evaluation("step-1", held_out(3), 1.0, beside=True)
     first = book.assign("w", "s", 5, 0.0)
-    assert [a.lane for a in first] == [Lane.EVAL, Lane.EVAL, Lane.TRAIN, Lane.TRAIN, Lane.TRAIN]
-    assert all(a.lane is Lane.TRAIN for a in book.assign("v", "s", 3, 0.0))
+    assert [a.lane for a in first] == [Lane.EVAL, Lane.TRAIN, Lane.TRAIN, Lane.TRAIN, Lane.EVAL]
+    assert all(a.lane is Lane.TRAIN for a in book.assign("v", "s", 6, 0.0))
     book.submit(result(first[0], 1.0, version=4), 0.0)
     assert [a.lane for a in book.assign("w", "s", 2, 0.0)] == [Lane.EVAL, Lane.TRAIN]
     assert book.evaluations.row() == {}
-    book.submit(result(first[1], 0.0, version=6), 0.0)
+    book.submit(result(first[4], 0.0, version=6), 0.0)
     last = next(lease.assignment for lease in book._leases.values() if lease.attempt.lane == Lane.EVAL)
     book.submit(result(last, 0.0, 5, Outcome.ENVIRONMENT), 0.0)
     state = book.evaluations.state("step-1")
-    assert (state.over, state.all, state.blocked, state.faults) == (True, [1, 2, 3], 1, 0)
+    assert (state.over, count(state.all), state.blocked, state.faults) == (True, (1, 2, 3), 1, 0)
     assert (state.min_version, state.max_version) == (4, 6)
     row = book.evaluations.row()
     assert names_in(row) == names_of("Evaluation beside training")
     assert row["evaluation/success"] == pytest.approx(1 / 3)
     assert book.evaluations.row() == {}
+    records.commit()
+    kill(records)
+    book, _ = make_book(tmp_path, eta=9, beside=2, same_start=True)
+    assert count(book.evaluations.state("step-1").all) == (1, 2, 3)
+    assert book.evaluations.row() == {}
+
+
+@pytest.mark.parametrize(("share", "evaluated"), [(0.25, 10), (0.1, 4), (0.5, 20), (0.75, 30)])
+def test_one_slot_is_shared_in_turns(tmp_path: Path, share: float, evaluated: int) -> None:
+    """Where slots cannot be divided, or fewer live than the configuration says, episodes are: training is never starved."""
+    book, _ = make_book(tmp_path, eta=99, beside=1, share=share)
+    book.begin_evaluation("step-1", held_out(60), 1.0, beside=True)
+    lanes = []
+    for _ in range(40):
+        (episode,) = book.assign("w", "s", 1, 0.0)
+        lanes.append(episode.lane)
+        book.submit(result(episode, 1.0), 0.0)
+    assert abs(lanes.count(Lane.EVAL) - evaluated) <= 1
+    book.training_allowed = False
+    for group in list(book._open[Lane.TRAIN].values()):
+        book._drop_open(group, "screenshots_full")
+    for _ in range(5):  # nobody else wants the slot
+        (episode,) = book.assign("w", "s", 1, 0.0)
+        assert episode.lane is Lane.EVAL
+        book.submit(result(episode, 1.0), 0.0)
+
+
+def test_evaluations_beside_training_are_forgotten_once_told(tmp_path: Path) -> None:
+    """Their number grows with the run, what is kept of them does not; nor is one forgotten whose row is still to be given."""
+    book, records = make_book(tmp_path)
+    book.training_allowed = False
+    for n in range(20):
+        book.begin_evaluation(f"step-{n}", held_out(1), 1.0, beside=True)
+        (episode,) = book.assign("w", "s", 1, 0.0)
+        book.submit(result(episode, 1.0), 0.0)
+        if n < 19:
+            assert book.evaluations.row()["evaluation/episodes"] == 1
+    assert set(records.ledger.recall("evaluations", {})) == {"step-19"}
+    book.begin_evaluation("step-20", held_out(1), 1.0, beside=True)
+    assert set(records.ledger.recall("evaluations", {})) == {"step-19", "step-20"}
+    assert book.evaluations.row()["evaluation/success"] == 1
+
+
+def test_progress_is_small_while_it_runs(tmp_path: Path) -> None:
+    """By task it may have as many tallies as episodes: they are told at the end alone."""
+    book, _ = make_book(tmp_path)
+    book.begin_evaluation("before", held_out(2), 1.0)
+    first, last = book.assign("w", "s", 2, 0.0)
+    book.submit(result(first, 1.0), 0.0)
+    assert counted(book.evaluations.state("before").by_task) == {"held-out-0": (1, 1, 1)}
+    assert book.evaluations.progress("before").by_task == {}
+    assert count(book.evaluations.progress("before").all) == (1, 1, 1)
+    book.submit(result(last, 1.0), 0.0)
+    assert set(book.evaluations.progress("before").by_task) == {"held-out-0", "held-out-1"}
 
 
 def test_a_phase_ends_the_evaluation_beside_it(tmp_path: Path) -> None:
@@ -548,7 +611,7 @@ def test_a_phase_ends_the_evaluation_beside_it(tmp_path: Path) -> None:
 
 
 def test_several_seeds_are_episodes_of_one_task(tmp_path: Path) -> None:
-    """Each with a seed of its own; tallies by seed, and the tasks' means."""
+    """Each with a seed of its own; tallies by seed, and the sums over tasks that intervals need."""
     book, records = make_book(tmp_path, max_attempts=1)
     book.begin_evaluation("eval", held_out(2), 1.0, seeds=3)
     episodes = book.assign("w", "s", 9, 0.0)
@@ -559,13 +622,14 @@ def test_several_seeds_are_episodes_of_one_task(tmp_path: Path) -> None:
     records.commit()
     kill(records)
     book, records = make_book(tmp_path, max_attempts=1, same_start=True)
-    assert book.evaluations.state("eval").by_seed == [[2, 2, 2], [0, 1, 1], [1, 1, 1]]
+    assert list(map(count, book.evaluations.state("eval").by_seed)) == [(2, 2, 2), (0, 1, 1), (1, 1, 1)]
     book.submit(result(episodes[4], 0.0, outcome=Outcome.FAULT), 0.0)
     book.submit(result(episodes[5], 0.0), 0.0)
     state = book.evaluations.state("eval")
-    assert (state.over, state.all, state.faults) == (True, [3, 5, 6], 1)
-    assert state.by_level == {1: [2, 3, 3], 2: [1, 2, 3]}
-    assert state.means == pytest.approx([2, 2 / 3 + 1 / 3, 4 / 9 + 1 / 9])
+    assert (state.over, state.faults) == (True, 1)
+    assert state.all == Tally(3, 5, 6, tasks=2, ss=2 * 2 + 1 * 1, sr=2 * 3 + 1 * 2, rr=3 * 3 + 2 * 2)
+    assert state.by_level == {1: Tally(2, 3, 3, 1, 4, 6, 9), 2: Tally(1, 2, 3, 1, 1, 2, 4)}
+    assert state.by_task == {"held-out-0": state.by_level[1], "held-out-1": state.by_level[2]}
 
 
 def test_an_evaluation_that_is_resumed_keeps_what_has_a_result(tmp_path: Path) -> None:
@@ -580,15 +644,55 @@ def test_an_evaluation_that_is_resumed_keeps_what_has_a_result(tmp_path: Path) -
     kill(records)
     book, records = make_book(tmp_path, max_attempts=2, keep_evaluations=True)
     book.begin_evaluation("eval", held_out(4), 1.0, seeds=2)
-    assert book.evaluations.state("eval").all == [1, 1, 2]
-    again = book.assign("v", "t", 9, 0.0)
+    assert count(book.evaluations.state("eval").all) == (1, 1, 2)
+    again = evaluated(book, "v")
     assert {(a.task.seed, a.sample_index, a.attempt) for a in again} == {
         (1, 0, 1), (1, 1, 1), (2, 0, 1), (2, 1, 1), (3, 0, 0), (3, 1, 0)
     }  # fmt: skip
     for episode in again:
         book.submit(result(episode, 1.0), 0.0)
     state = book.evaluations.state("eval")
-    assert (state.over, state.all, state.blocked, state.faults) == (True, [7, 7, 8], 1, 0)
+    assert (state.over, count(state.all), state.blocked, state.faults) == (True, (7, 7, 8), 1, 0)
+
+
+def evaluated(book: Book, worker: str) -> list[Assignment]:
+    return [a for a in book.assign(worker, worker, 9, 0.0) if a.lane is Lane.EVAL]
+
+
+def test_what_faults_ended_is_run_again_when_an_evaluation_is_resumed(tmp_path: Path) -> None:
+    """Exhausted retries and whole groups of them, too: the outage that the user mended is no result.  A coordinator that is
+    killed has no such effect, neither before nor after; each resumed start tries once more."""
+    book, records = make_book(tmp_path, max_attempts=1)
+    book.begin_evaluation("eval", held_out(3), 1.0)
+    solved, fault, running = evaluated(book, "w")
+    book.submit(result(solved, 1.0), 0.0)
+    book.submit(result(fault, 0.0, outcome=Outcome.FAULT), 0.0)
+    assert book.evaluations.state("eval").faults == 1
+    records.commit()
+    kill(records)
+    book, records = make_book(tmp_path, max_attempts=1, same_start=True)
+    assert book.evaluations.state("eval").faults == 1
+    assert evaluated(book, "w") == []
+    records.commit()
+    kill(records)
+    again = {(fault.group_id, 0, 1), (running.group_id, 0, 1)}
+    book, records = make_book(tmp_path, max_attempts=1, keep_evaluations=True)
+    assert (book.evaluations.state("eval").finished, book.evaluations.state("eval").faults) == (1, 0)
+    records.commit()
+    kill(records)
+    book, records = make_book(tmp_path, max_attempts=1, same_start=True)  # before any of them was issued
+    assert book.evaluations.state("eval").finished == 1
+    first, second = evaluated(book, "v")
+    assert {first.key, second.key} == again
+    book.submit(result(first, 0.0, outcome=Outcome.FAULT), 0.0)
+    book.submit(result(second, 0.0), 0.0)
+    state = book.evaluations.state("eval")
+    assert (state.over, count(state.all), state.faults) == (True, (1, 2, 3), 1)
+    records.commit()
+    kill(records)
+    book, records = make_book(tmp_path, max_attempts=1, keep_evaluations=True)
+    assert [a.key for a in evaluated(book, "u")] == [(first.group_id, 0, 2)]
+    assert records.ledger.recount(Lane.EVAL) == records.ledger.account(Lane.EVAL)
 
 
 def test_what_judges_took_is_summed_a_row(tmp_path: Path) -> None:
