@@ -69,6 +69,12 @@ def check(config: RunConfig, *, with_trainer: bool = True) -> list[RolePlace]:
 
 def check_model(config: RunConfig) -> None:
     """Model directory, layout, and `sampling.stop` against its tokenizer.  Raises UserError."""
+    path = config.model.path
+    if (path / ".metadata").exists() and not (path / "config.json").exists():
+        raise UserError(
+            f"model.path={path} is a checkpoint of a training: write it as a Hugging Face directory with `megatron-webrl convert "
+            f"megatron-to-hf {path} DST`, and give that"
+        )
     check_files(config)
     Processor.load(config.model.path, config.sampling.stop)
 
@@ -196,7 +202,7 @@ class Run:
                 return state
             time.sleep(POLL_S)
         raise RunFailed(
-            f"evaluation {name} did not end in evaluation.timeout_s={self.config.evaluation.timeout_s:.0f} s"
+            f"evaluation {name} did not end in evaluation.timeout_s={self.config.evaluation.timeout_s:.0f} s: give it more"
         )
 
     def _start_evaluation(self, name: str, *, beside: bool = False) -> None:
@@ -208,14 +214,9 @@ class Run:
 
     def _evaluate_beside(self, step: int) -> None:
         """Begin the evaluation that is due after `step` steps, unless the last still runs; write the one that is over."""
-        if self._beside is not None:
-            state: EvaluationState = self.request(EvaluationProgress(self._beside), EvaluationState)
-            if state.over:
-                evaluation.write(Path(self.config.run_dir), state)
-                self.display.say(f"Beside training, {self._beside}: {evaluation.report(state)[0]}")
-                self._beside = None
+        self._write_beside()
         every = self.config.evaluation.every
-        if every is None or not self.config.evaluation.episodes or step // every <= self._evaluated // every:
+        if every is None or step >= self.config.trainer.steps or step // every <= self._evaluated // every:
             return
         self._evaluated = step
         if self._beside is not None:
@@ -223,6 +224,23 @@ class Run:
             return
         self._beside = f"step-{step}"
         self._start_evaluation(self._beside, beside=True)
+
+    def _write_beside(self) -> None:
+        """Write the evaluation beside training, if it is over."""
+        if self._beside is None:
+            return
+        state: EvaluationState = self.request(EvaluationProgress(self._beside), EvaluationState)
+        if state.over:
+            evaluation.write(Path(self.config.run_dir), state)
+            self.display.say(f"Beside training, {self._beside}: {evaluation.report(state)[0]}")
+            self._beside = None
+
+    def _end_beside(self) -> None:
+        """Training is over: so is what ran beside it, which what comes next ends."""
+        self._write_beside()
+        if self._beside is not None:
+            self.display.say(f"The evaluation of {self._beside} is dropped: training is over")
+            self._beside = None
 
     def load_engines(self, path: Path) -> None:
         """Give the weights of a Hugging Face directory to every engine that waits for weights."""
@@ -251,8 +269,10 @@ class Run:
             status = self.status()
             self.display.training(status, self.config.trainer.steps, self.config.trainer.max_minutes)
             if status.finished:
+                self._end_beside()
                 return status
-            self._evaluate_beside(status.step)
+            if not self.config.rollout_only:
+                self._evaluate_beside(status.step)
             time.sleep(POLL_S)
 
     def end(self) -> Status:
