@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     overrides(evaluate)
     evaluate.add_argument(
-        "--resume", action="store_true", help="go on with the evaluation in run_dir: episodes with a result are kept"
+        "--resume",
+        action="store_true",
+        help="go on with the evaluation in run_dir: episodes with a result are kept, those that faults ended are run again",
     )
     evaluate.add_argument("--dry-run", action="store_true", help="check everything; print configuration and placement")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, too")
@@ -222,6 +224,8 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"--json {arguments.json}: {arguments.json.parent} is no directory: make it, or give another file"
         )
+    if arguments.json is not None and arguments.json.is_dir():
+        raise UserError(f"--json {arguments.json} is a directory: give a file")
     if arguments.dry_run:
         print(launch.dry_run_evaluation(config))
         return 0

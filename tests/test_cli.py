@@ -125,6 +125,19 @@ def test_a_run_dir_that_cannot_be_used_is_refused(config: Path, tmp_path: Path) 
     refused(command("eval", config, f"run_dir={run}"), "run_dir", "holds a train run", "of its own")
 
 
+def test_an_evaluation_that_could_not_be_begun_or_written_is_refused(config: Path, tmp_path: Path) -> None:
+    """A checkpoint instead of a model: the error says how to convert it.  A folder for a file.  Nothing to evaluate."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    convert = f"megatron-webrl convert megatron-to-hf {checkpoint} DST"
+    refused(command("eval", config, f"model.path={checkpoint}"), f"model.path={checkpoint}", convert)
+    refused(command("eval", config, "--json", tmp_path), f"--json {tmp_path}", "give a file")
+    (tmp_path / "file").write_text("")
+    refused(command("eval", config, "--json", tmp_path / "file" / "x.json"), "--json", "is no directory")
+    refused(train(config, "evaluation.every=2", "evaluation.episodes=0"), "evaluation.every=2", "every=null")
+
+
 def test_files_that_are_not_what_they_should_be(config: Path, tmp_path: Path) -> None:
     """A picture for a configuration, a text for a ledger."""
     (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\xff\xfe")
