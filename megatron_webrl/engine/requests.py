@@ -190,7 +190,7 @@ class GenerationTable:
         if generation.error is not None:
             raise generation.error
         finished = ended and sampled.finish_reason != ""
-        since = 0 if finished else have
+        since = 0 if finished else max(0, have)
         tokens = (
             pack(sampled.ids[since:], INT32),
             pack(sampled.logprobs[since:], FLOAT32),

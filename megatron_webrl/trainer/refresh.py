@@ -319,6 +319,9 @@ class WeightPublisher:
         report.engines += [h for h in hosts if h.name not in bad]
         report.failed += sorted(bad)
         self._holds |= {_key(h): version for h in hosts if h.name not in bad}
+        for host in hosts:
+            if host.name not in bad:
+                self._refused.pop(host.name, None)
         if broken is not None:
             await self._leave(broken, [h for h in hosts if h.name not in bad])
 

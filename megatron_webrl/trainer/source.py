@@ -203,14 +203,17 @@ class _WeightGroup:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send uint8 [n], from the device that the backend wants."""
+        """Send uint8 [n], from the device that the backend wants.  Raises RuntimeError if the group was given up."""
+        group = self._group
+        if group is None:  # which torch would take for the trainer's own group of all ranks
+            raise RuntimeError(f"weight group {self.name} was given up")
         if self.backend != "nccl":
-            dist.broadcast(flat, src=0, group=self._group)
+            dist.broadcast(flat, src=0, group=group)
             return
         torch.cuda.set_device(self._device)
         self._stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
-            dist.broadcast(flat.cuda(non_blocking=True), src=0, group=self._group)
+            dist.broadcast(flat.cuda(non_blocking=True), src=0, group=group)
             self._stream.synchronize()
 
     def abort(self) -> None:
